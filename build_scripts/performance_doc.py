@@ -1,4 +1,4 @@
-"""Writes docs/performance.md and its plot from engines/results.jsonl: the rows by which one chooses a policy, and every goal that is missed.
+"""Writes docs/performance.md and its plots from engines/results.jsonl: the rows by which one chooses a policy, and every goal that is missed.
 
 python build_scripts/performance_doc.py [RESULTS]
 
@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 
 from performance_lines import others
-from performance_peer import beside_peer
+from performance_peer import beside_peer, plot_peer
 from performance_rows import LAYER, LOAD, Missed, Record, above, below, facts, goals, load, name, newest, place, table
 
 from trtkv.bench.records import read_records
@@ -23,7 +23,7 @@ from trtkv.bench.report import cell, plot_steps
 from trtkv.sizes import readable
 
 ROOT = Path(__file__).parent.parent
-PLOT, WIDTH = "steps.svg", 150
+PLOT, PEER_PLOT, WIDTH = "steps.svg", "vllm.svg", 150
 PARAGRAPH = re.compile(r"^(?=[\w*]).+(?:\n(?=[\w*(]).+)*", re.MULTILINE)
 
 # Goals that the project has set itself. A layer against dense attention by geometry, batch, context: FIER, pages of 32 tokens.
@@ -56,12 +56,13 @@ STORES = ("int2", "int4", "fp8", "bf16")
 
 
 def main() -> None:
-    """Write the page and the plot."""
+    """Write the page and the plots."""
     file = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "engines" / "results.jsonl"
     records = read_records(file)
     (ROOT / "docs" / "performance.md").write_text(page(records), encoding="utf-8")
     drawn = [one for one in newest(steps_of(records), *LOAD, "policy") if one["model"] == "qwen2.5-7b" and one["policy"] in ("full", *STEPS[:3])]
     plot_steps([one for one in drawn if one["batch"] in (1, 8)], ROOT / "docs" / PLOT)
+    plot_peer([one for one in records if one.get("status", "ok") == "ok"], ROOT / "docs" / PEER_PLOT)
 
 
 def page(records: Sequence[Record]) -> str:

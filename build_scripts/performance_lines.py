@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from performance_rows import LAYER, Record, above, facts, goals, load, name, newest
+from performance_rows import LAYER, Record, above, below, facts, goals, load, name, newest
 
 from trtkv.bench.report import cell, commits
 from trtkv.sizes import readable
@@ -19,6 +19,11 @@ SPARSE = (
     "At {context} tokens, a layer's attention of the last {new_tokens:,} queries takes {dense_ms:.1f} ms dense and, with {read:.0%} of the blocks, "
     "{found} (choice and attention; {facts}, `build_scripts/bench_prefill.py`)."
 )
+LOADS = (
+    "From the first prompt's submission to the last answer a GPU is busy for {shares} of the time ({facts}, `build_scripts/bench_busy.py`).{goals}"
+)
+WHOLE = "A prompt of {context} tokens of {model} takes {found} to its first token ({facts}, `build_scripts/bench_prefill.py`)."
+BUSY_GOAL = 0.97  # of such a load
 BUSY = (
     "{streams} streams of {model} (`{policy}`) keep the GPU busy {busy_share:.1%} of the time (goal 95%), with {between_steps_p50_us:.1f} us between "
     "decode steps (goal 20; {facts}, `build_scripts/bench_busy.py`)."
@@ -87,14 +92,35 @@ def sparse(records: Sequence[Record]) -> list[str]:
         found = " and ".join(f"{one['sparse_us'] / 1e3:.1f} (`{one['policy']}`)" for one in rows)
         facts_of = {"dense_ms": rows[0]["dense_us"] / 1e3, "found": found, "facts": facts(rows)}
         lines.append(SPARSE.format(**{**rows[0], **facts_of, "context": f"{context // 1024}k"}))
+    return lines + first_tokens(records)
+
+
+def first_tokens(records: Sequence[Record]) -> list[str]:
+    """Say how long the longest prompts take to their first token, with all of the blocks and with a share."""
+    own = newest((one for one in records if one["benchmark"] == "first-token"), "model", "context", "policy", "share")
+    lines = []
+    for context in sorted({one["context"] for one in own}):
+        rows = [one for one in own if one["context"] == context]
+        names = [f"`{one['policy']}`" + (f", {one['share']:.0%} of the blocks" if one["share"] < 1 else "") for one in rows]
+        found = " and ".join(f"{one['first_token_s']:.1f} s ({name})" for one, name in zip(rows, names, strict=True))
+        lines.append(WHOLE.format(context=f"{context // 1024}k", model=rows[0]["model"], found=found, facts=facts(rows)))
     return lines
 
 
 def servers(records: Sequence[Record]) -> list[str]:
     """Say how busy many streams keep a GPU, and what came of a long load."""
-    busy = [BUSY.format(**one, facts=facts([one])) for one in records if one["benchmark"] == "busy"][-1:]
+    busy = [BUSY.format(**one, facts=facts([one])) for one in records if one["benchmark"] == "busy" and not one.get("at_once")][-1:]
+    busy += loads(newest((one for one in records if one.get("at_once")), "streams", "prompt_tokens", "policy"))
     soak = [one for one in records if one["benchmark"] == "soak"][-1:]
     return busy + [SOAK.format(**{"refused": 0, **one}, rise=readable(max(0, one["memory_rise_bytes"])), facts=facts([one])) for one in soak]
+
+
+def loads(records: Sequence[Record]) -> list[str]:
+    """Say how busy a GPU is with loads that are submitted at once."""
+    names = [f"{one['streams']} x {one['prompt_tokens'] // 1024}k / {one['answer_tokens']}, `{one['policy']}`" for one in records]
+    shares = ", ".join(f"{one['busy_share']:.1%} ({name})" for one, name in zip(records, names, strict=True))
+    missed = [line for one, name in zip(records, names, strict=True) for line in below("busy", name, one["busy_share"], BUSY_GOAL)]
+    return [LOADS.format(shares=shares, facts=facts(records), goals=f" {goals(missed)}" if missed else "")] if records else []
 
 
 def parts(records: Sequence[Record]) -> list[str]:

@@ -14,7 +14,7 @@ from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Int, Long, Pointer, Spec
 
 _FOLDER = Path(__file__).parent
-SAMPLE = CudaKernel(_FOLDER / "sample.cu", "sample", (Pointer,) * 8 + (Long, Int))
+SAMPLE = CudaKernel(_FOLDER / "sample.cu", "sample", (Pointer,) * 8 + (Long, Int) + (Pointer,) * 3 + (Int,))
 FETCH = CudaKernel(_FOLDER / "fetch.cu", "fetch", (Pointer,) * 5 + (Int,) * 7)
 CLUSTER, CLUSTERS_FROM = 8, 90  # blocks of a row; clusters of blocks came with this compute capability
 THREADS = 1024
@@ -31,8 +31,22 @@ def sample(logits: Tensor, settings: Tensor, numbers: Tensor, slots: Tensor, cou
     """
     batch, vocab = logits.shape
     cluster, shared = sample_shape(vocab, arch())
-    values = (logits, settings, numbers, slots, counts, last, turn, ring, ring.stride(1), vocab)
+    values = (logits, settings, numbers, slots, counts, last, turn, ring, ring.stride(1), vocab, None, None, None, 0)
     kernel.launch(sample_kernel(vocab, arch()), (batch * cluster, 1, 1), values, threads=THREADS, shared=shared, cluster=cluster)
+
+
+def sample_constrained(
+    logits: Tensor, settings: Tensor, numbers: Tensor, slots: Tensor, counts: Tensor | None, last: Tensor, turn: Tensor, ring: Tensor, rows: Tensor,
+    masks: Tensor, biases: Tensor | None,
+) -> None:  # fmt: skip
+    """Choose tokens as `sample` does for rows [G] of the logits, which have G settings, numbers, slots and masks [G, W]; others keep what they have.
+
+    rows and masks int32, biases [Z, V] fp32, as in `reference.choose`; results go to the same rows of the ring's entry.
+    """
+    vocab = logits.shape[1]
+    cluster, shared = sample_shape(vocab, arch())
+    values = (logits, settings, numbers, slots, counts, last, turn, ring, ring.stride(1), vocab, rows, masks, biases, masks.shape[1])
+    kernel.launch(sample_kernel(vocab, arch(), True), (len(rows) * cluster, 1, 1), values, threads=THREADS, shared=shared, cluster=cluster)
 
 
 def fetch(staged: Tensor, block: Tensor, turn: Tensor, last: Tensor | None, table: Tensor, at: tuple[int, int, int], batch: int) -> None:
@@ -52,10 +66,11 @@ def sample_shape(vocab: int, arch: str) -> tuple[int, int]:
     return cluster, share if share <= _MOST_STAGED and cluster > 1 else 0
 
 
-def sample_kernel(vocab: int, arch: str) -> CudaSpec:
+def sample_kernel(vocab: int, arch: str, constrained: bool = False) -> CudaSpec:
     """Return the sampler for a vocabulary."""
     cluster, shared = sample_shape(vocab, arch)
-    return SAMPLE.variant(arch, shared=_MOST_STAGED if shared else 0, CLUSTER=cluster, THREADS=THREADS, STAGED=int(shared > 0))
+    limit = _MOST_STAGED if shared else 0
+    return SAMPLE.variant(arch, shared=limit, CLUSTER=cluster, THREADS=THREADS, STAGED=int(shared > 0), CONSTRAINED=int(constrained))
 
 
 def fetch_kernel(arch: str) -> CudaSpec:
@@ -66,4 +81,5 @@ def fetch_kernel(arch: str) -> CudaSpec:
 def kernels(vocab: int, arch: str) -> Iterator[Spec]:
     """Yield every kernel of an engine with this vocabulary."""
     yield sample_kernel(vocab, arch)
+    yield sample_kernel(vocab, arch, True)
     yield fetch_kernel(arch)

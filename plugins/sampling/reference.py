@@ -7,20 +7,25 @@ from torch import Tensor
 
 TEMPERATURE, MIN_P, TOP_P, REPETITION, PRESENCE, FREQUENCY, TOP_K, FLAGS = range(8)  # columns of the settings
 FIELDS = 8
-PENALIZED, LOGPROB = 1, 2  # bits of the flags
+PENALIZED, LOGPROB, BIASED = 1, 2, 4  # bits of the flags
 ANSWERED = (1 << 24) - 1  # of a count: how often a token was answered
 IN_PROMPT = 1 << 24
 UNIT = 2.0**40  # integer weight of the likeliest token; sums of a vocabulary stay far below 2**63
 
 
-def choose(logits: Tensor, settings: Tensor, numbers: Tensor, counts: Tensor | None) -> Tensor:
+def choose(
+    logits: Tensor, settings: Tensor, numbers: Tensor, counts: Tensor | None, masks: Tensor | None = None, biases: Tensor | None = None
+) -> Tensor:
     """Choose an id for every row of logits [B, V] fp32: [B] int64, -1 where they are not finite. Ties go to the lowest id.
 
     settings [B, FIELDS] fp32; numbers [B] fp64 in (0, 1) decide draws; counts [B, V] int32 say which tokens were answered how often (ANSWERED) and
-    which are in the prompt (IN_PROMPT), None where no row is penalized.
+    which are in the prompt (IN_PROMPT), None where no row is penalized. masks [B, W] int32 have a bit for every token that may be chosen, biases
+    [B, V] fp32 are added to the logits of BIASED rows before penalties; both None where no row is constrained.
     """
     usable = logits.amax(-1).isfinite()
-    scores = penalized(logits, settings, counts)
+    scores = penalized(biased(logits, settings, biases), settings, counts)
+    if masks is not None:
+        scores = scores.where(allowed(masks, logits.shape[-1]), -torch.inf)
     drawn = _draw(scores, settings, numbers)
     chosen = torch.where(settings[:, TEMPERATURE] > 0, drawn, scores.argmax(-1))
     return chosen.where(usable, -1)
@@ -35,6 +40,19 @@ def penalized(logits: Tensor, settings: Tensor, counts: Tensor | None) -> Tensor
     scores = torch.where(counts > 0, torch.where(logits > 0, logits / repetition, logits * repetition), logits)
     scores = torch.where(answered > 0, scores - (presence + frequency * answered), scores)
     return torch.where((settings[:, FLAGS, None].int() & PENALIZED) > 0, scores, logits)
+
+
+def biased(logits: Tensor, settings: Tensor, biases: Tensor | None) -> Tensor:
+    """Add biases [B, V] to the logits [B, V] of rows that have some."""
+    if biases is None:
+        return logits
+    return torch.where((settings[:, FLAGS, None].int() & BIASED) > 0, logits + biases, logits)
+
+
+def allowed(masks: Tensor, vocab: int) -> Tensor:
+    """Return which tokens masks [B, W] int32 allow: [B, V] bool, bit i % 32 of word i // 32 for token i."""
+    bits = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device) & 1
+    return bits.flatten(1)[:, :vocab] != 0
 
 
 def logprobs(logits: Tensor, ids: Tensor) -> Tensor:

@@ -1,14 +1,15 @@
 // The next token of every sequence from its logits: greedy or drawn, with top-k, top-p, min-p, penalties and log probability.
 //
-// Built with -DCLUSTER (blocks of a row), -DTHREADS and -DSTAGED (whether a block's share of a row lies in shared memory). Every sum that decides
-// is one of integers, so it does not depend on the order in which threads add; ties go to the lowest id. `reference.py` says the same in torch.
+// Built with -DCLUSTER (blocks of a row), -DTHREADS, -DSTAGED (whether a block's share of a row lies in shared memory) and -DCONSTRAINED (whether
+// rows have biases and masks of what may be chosen). Every sum that decides is one of integers, so it does not depend on the order in which threads add;
+// ties go to the lowest id. `reference.py` says the same in torch.
 #include "common.cuh"
 
 #define WARPS (THREADS / 32)
 #define WAYS 4               // parts into which a round of bisection cuts its range
 #define UNIT 1099511627776.f // integer weight of the likeliest token
 enum { TEMPERATURE, MIN_P, TOP_P, REPETITION, PRESENCE, FREQUENCY, TOP_K, FLAGS, FIELDS };
-enum { PENALIZED = 1, LOGPROB = 2 };
+enum { PENALIZED = 1, LOGPROB = 2, BIASED = 4 };
 #define ANSWERED 0x00ffffff // of a count: how often a token was answered; a bit above it says that it is in the prompt
 
 // Order-preserving image of a float that is not NaN; both zeros are one.
@@ -75,15 +76,26 @@ template <int N, bool MAX> __device__ void combine(Shared& s, u64 (&x)[N], int r
   __syncthreads();
 }
 
+// A constrained row's mask (bit id % 32 of word id / 32 says whether id may be chosen) and biases, null where it has none.
+struct Constraint {
+  const int* mask;
+  const float* bias;
+};
+
 struct Row {
   const float* logits;
   const int* counts; // null where nothing is penalized
   float* staged;
   float repetition, presence, frequency, temperature, min_p, top;
   int begin, end; // of this block
+  Constraint only;
 
-  __device__ __forceinline__ float penalized(int id) const {
+  __device__ __forceinline__ float adjusted(int id) const {
     float x = logits[id];
+    if (CONSTRAINED) {
+      if (!((u32)only.mask[id >> 5] >> (id & 31) & 1)) return -__int_as_float(0x7f800000);
+      if (only.bias) x = __fadd_rn(x, only.bias[id]);
+    }
     if (counts) {
       const int count = counts[id];
       if (count) {
@@ -94,7 +106,7 @@ struct Row {
     }
     return x;
   }
-  __device__ __forceinline__ float score(int id) const { return STAGED ? staged[id - begin] : penalized(id); }
+  __device__ __forceinline__ float score(int id) const { return STAGED ? staged[id - begin] : adjusted(id); }
   __device__ __forceinline__ u64 weight(float score) const {
     const float share = expf(__fdiv_rn(__fsub_rn(score, top), temperature));
     return share >= min_p ? (u64)(share * UNIT) : 0;
@@ -205,24 +217,26 @@ __device__ u32 pick(Shared& s, const Row& row, Cut cut, double number, int vocab
 
 // logits [B, V] fp32; settings [B, FIELDS] fp32; numbers [B] fp64; slots [B]; counts [Z, V] or null; last [Z]; ring [*, 2, stride], which may be host
 // memory: at its entry `turn` ids, then the bits of log probabilities where they are wanted. An id is -1 where the logits are not finite.
-// Grid [B x CLUSTER].
+// Grid [B x CLUSTER]. Constrained rows are B of the logits' and the ring's rows, by number, with masks [B, words] and biases [Z, V] or null.
 extern "C" __global__ void __launch_bounds__(THREADS, 1) sample(const float* logits, const float* settings, const double* numbers, const int* slots,
-    int* counts, int* last, const int* turn_at, int* ring, long long stride, int vocab) {
+    int* counts, int* last, const int* turn_at, int* ring, long long stride, int vocab, const int* rows, const int* masks, const float* biases,
+    int words) {
   extern __shared__ __align__(16) char dynamic[];
   __shared__ Shared s;
   wait_for_input();
   const int b = blockIdx.x / CLUSTER, rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
   const float* f = settings + b * FIELDS;
-  const int flags = (int)f[FLAGS], slot = slots[b], share = (vocab + CLUSTER - 1) / CLUSTER;
+  const int flags = (int)f[FLAGS], slot = slots[b], at = CONSTRAINED ? rows[b] : b, share = (vocab + CLUSTER - 1) / CLUSTER;
   int turn = 0;
-  Row row = {logits + (long long)b * vocab, (flags & PENALIZED) && counts ? counts + (long long)slot * vocab : nullptr,
+  Row row = {logits + (long long)at * vocab, (flags & PENALIZED) && counts ? counts + (long long)slot * vocab : nullptr,
       reinterpret_cast<float*>(dynamic), f[REPETITION], f[PRESENCE], f[FREQUENCY], f[TEMPERATURE], f[MIN_P], 0.f,
       min(vocab, rank * share), min(vocab, (rank + 1) * share)};
+  if (CONSTRAINED) row.only = {masks + (long long)b * words, (flags & BIASED) && biases ? biases + (long long)slot * vocab : nullptr};
 
   u64 best[3] = {0, 0, 0}; // score and id, logit, whether one is no number
 #pragma unroll 4
   for (int id = row.begin + threadIdx.x; id < row.end; id += THREADS) {
-    const float raw = row.logits[id], x = row.penalized(id);
+    const float raw = row.logits[id], x = row.adjusted(id);
     if (STAGED) row.staged[id - row.begin] = x;
     const u64 key = (u64)ordered(x) << 32 | (u32)~id, logit = ordered(raw);
     best[0] = key > best[0] ? key : best[0];
@@ -235,7 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample(const float* log
   const bool usable = !best[2] && fabsf(most) < __int_as_float(0x7f800000);
   u32 token = ~(u32)best[0];
   if (usable && f[TEMPERATURE] > 0.f) {
-    row.top = row.penalized((int)token);
+    row.top = row.adjusted((int)token);
     Cut cut = {0, vocab};
     const int k = (int)f[TOP_K];
     if (k > 0 && k < vocab) cut = find_cut<false>(s, row, cut, (u64)k, vocab, rank, turn);
@@ -273,8 +287,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample(const float* log
   cluster_sync(); // nobody leaves while others read its memory
   if (rank == 0 && threadIdx.x == 0) {
     int* out = ring + *turn_at * 2 * stride;
-    out[b] = usable ? (int)token : -1;
-    out[stride + b] = __float_as_int(logprob);
+    out[at] = usable ? (int)token : -1;
+    out[stride + at] = __float_as_int(logprob);
     last[slot] = usable ? (int)token : 0;
     if (row.counts && usable) counts[(long long)slot * vocab + token] += 1;
   }

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.adapters import write_adapter
 from tests.console import Capture, call, complaint, output
 from tests.tiny import TinyModel, make_tiny
 
@@ -83,6 +84,14 @@ def test_a_request_may_read_less_than_its_engine(engine: Path, capsys: Capture) 
     assert "a budget of 65 tokens is outside 34 to 64" in complaint(capsys, "run", engine, "hello", "--budget", 65)
     assert "policy 'fier' has no tau" in complaint(capsys, "run", engine, "hello", "--tau", 0.5)
     assert "tau 2" in complaint(capsys, "run", engine, "hello", "--tau", 2)
+
+
+def test_an_adapter_answers(engine: Path, tmp_path: Path, capsys: Capture) -> None:
+    ask = "run", engine, "hello " * 20, "--max-tokens", 8, "--ignore-eos"
+    adapter = write_adapter(tmp_path / "sql", "all-linear")
+    assert output(capsys, *ask, "--adapter", adapter)["token_ids"] != output(capsys, *ask)["token_ids"]
+    (adapter / "adapter_model.safetensors").unlink()
+    assert "adapter_model.safetensors cannot be read" in complaint(capsys, *ask, "--adapter", adapter)
 
 
 def test_prompts_from_files_and_standard_input(engine: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

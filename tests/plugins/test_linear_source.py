@@ -117,3 +117,35 @@ def test_choices(vocab: int) -> None:
             found = ring[2, 1].view(torch.float32)[row].item()
             assert found == pytest.approx(logits[row].log_softmax(-1)[token].item(), abs=1e-5)
     assert torch.equal(counts, before)
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("vocab", [50, 1003])
+def test_constrained_choices(vocab: int, biased: bool) -> None:
+    """Rows 4, 0 and 2 of five, in this order: masked, biased, penalized; what the others have stays."""
+    noise = torch.Generator().manual_seed(vocab)
+    flags = reference.PENALIZED + reference.LOGPROB + reference.BIASED
+    settings = torch.tensor(
+        [[0.7, 0.0, 1.0, 1.3, 0.2, 0.1, 0.0, float(flags)], [0.0] * 8, [1.5, 0.02, 0.9, 1.0, 0.0, 0.0, 9.0, float(reference.LOGPROB)]]
+    )
+    logits, rows = torch.randn(5, vocab, generator=noise) * 2, torch.tensor([4, 0, 2], dtype=torch.int32)
+    logits[0] = logits[0].round()
+    masks = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32) + 1), generator=noise).int() & 0x10204081
+    masks[2] = -1
+    slots, numbers = torch.tensor([6, 1, 3], dtype=torch.int32), torch.rand(3, generator=noise, dtype=torch.float64)
+    counts = torch.randint(0, 3, (7, vocab), generator=noise, dtype=torch.int32)
+    biases = torch.randint(-100, 101, (7, vocab), generator=noise).float() if biased else None
+    own = None if biases is None else biases[slots.long()]
+    expected = reference.choose(logits[rows.long()], settings, numbers, counts[slots.long()], masks, own)
+    last, ring, before = torch.full((7,), -9, dtype=torch.int32), torch.full((4, 2, 7), -9, dtype=torch.int32), counts.clone()
+    sampling.sample_constrained(
+        logits, settings, numbers, slots, counts, last, torch.tensor([1], dtype=torch.int32), ring, rows, masks, biases
+    )  # fmt: skip
+    assert ring[1, 0].tolist() == [expected[1], -9, expected[2], -9, expected[0], -9, -9]
+    assert all(reference.allowed(masks, vocab)[range(3), expected]) and (expected[1] != logits[0].argmax())
+    assert last.tolist() == [-9, expected[1], -9, expected[2], -9, -9, expected[0]]
+    before[6, expected[0]] += 1
+    assert torch.equal(counts, before)
+    for row, at in ((0, 4), (2, 2)):
+        found = ring[1, 1].view(torch.float32)[at].item()
+        assert found == pytest.approx(logits[at].log_softmax(-1)[expected[row]].item(), abs=1e-5)

@@ -17,6 +17,7 @@ import torch
 
 from plugins.cache.bytes import ByteCount
 from plugins.cache.tiers.host.layout import layout
+from tests.adapters import write_adapter
 from tests.console import Capture, call, complaint
 from tests.policies.cases import PRESETS
 from tests.tiny import TinyModel, make_tiny
@@ -74,6 +75,24 @@ def test_two_parts_answer_as_one(both: tuple[LLM, LLM]) -> None:
     assert both[1].stats.reserved_bytes == both[0].stats.reserved_bytes
     again = both[1].generate(prompts[:2], LONG)
     assert [answer.token_ids for answer in again] == [answer.token_ids for answer in one[:2]]
+
+
+@pytest.mark.usefixtures("quick_starts")
+def test_two_parts_share_adapters_out(tiny_llama: TinyModel, tmp_path: Path) -> None:
+    adapters = {
+        "all": write_adapter(tmp_path / "all", "all-linear", std=0.05),
+        "some": write_adapter(tmp_path / "some", ["q_proj", "o_proj"], rank=20),
+    }
+    one, two = (LLM(engine(tiny_llama, "full", tmp_path, tp), device="cpu", adapters=adapters) for tp in (1, 2))
+    prompts, names = [[(7 * index + step) % 250 for step in range(90 - 20 * index)] for index in range(3)], ("some", None, "all")
+    params = [SamplingParams(max_tokens=40, ignore_eos=True, adapter=name) for name in names]
+    try:
+        found, expected = ([answer.token_ids for answer in llm.generate(prompts, params)] for llm in (two, one))
+    finally:
+        two.close()
+    assert found == expected and expected != [answer.token_ids for answer in one.generate(prompts, LONG)]
+    whole, part = (llm.engine.adapters.deltas for llm in (one, two))
+    assert part["layers.0.qkv"].widths == (48, 16, 16) and part["layers.0.down"].down.shape[2] * 2 == whole["layers.0.down"].down.shape[2]
 
 
 @pytest.mark.usefixtures("quick_starts")

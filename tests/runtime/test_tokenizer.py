@@ -92,6 +92,17 @@ def test_runs_of_bytes_and_spaces_join_to_the_whole(kind: str, tokenizers: dict[
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
+def test_special_tokens_that_are_shown_are_part_of_the_text(kind: str, tokenizers: dict[str, Tokenizer], data: st.DataObject) -> None:
+    tokenizer = tokenizers[kind]
+    special = [id_ for id_ in range(tokenizer.vocab_size) if tokenizer.is_hidden(id_)]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2) | st.sampled_from(special), max_size=40))
+    detokenizer = Detokenizer(tokenizer, shown=special[-1:])
+    text = "".join([*(detokenizer.push(id_) for id_ in ids), detokenizer.flush()])
+    assert text == tokenizer.decode([id_ for id_ in ids if id_ in special[-1:] or not tokenizer.is_hidden(id_)], skip_special=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(data=st.data())
 def test_what_was_returned_is_never_taken_back(kind: str, tokenizers: dict[str, Tokenizer], data: st.DataObject) -> None:
     tokenizer = tokenizers[kind]
     ids = tokenizer.encode(data.draw(st.text(alphabet="abö🙂日 \n\ufffd", max_size=30)))

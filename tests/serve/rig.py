@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from starlette.testclient import TestClient
 
+from trtkv.runtime import batcher
 from trtkv.runtime.llm import LLM
 from trtkv.serve.app import Settings, make_app
 from trtkv.serve.backend import Backend, Facts, LocalBackend
 from trtkv.serve.metrics import Prometheus
 from trtkv.serve.queue import Queue
+from trtkv.serve.reading.templates import tool_use
 
 PATIENCE_S = 30.0
 
@@ -42,6 +45,25 @@ def client(llms: Mapping[str, LLM], settings: Settings = Settings(), queue: Queu
     with TestClient(make_app(backends, metrics, settings, lifespan=lifespan), raise_server_exceptions=False) as inner:
         inner.backends = backends
         yield inner
+
+
+def scripted(llm: LLM, answer: str, patch: pytest.MonkeyPatch) -> None:
+    """Have an engine's every answer be a text, special tokens included."""
+    assert llm.tokenizer is not None
+    ids = [*llm.tokenizer.encode(answer, add_special=False), llm.tokenizer.eos_ids[0]]
+
+    def choose(logits: Any, params: Any, histories: Sequence[Sequence[int]], prompt_lengths: Sequence[int], masks: Any = None) -> Any:
+        places = [len(history) - length for history, length in zip(histories, prompt_lengths, strict=True)]
+        return [ids[min(place, len(ids) - 1)] for place in places], [0.0] * len(places)
+
+    patch.setattr(batcher, "choose", choose)
+
+
+def templated(llm: LLM, template: str, patch: pytest.MonkeyPatch) -> None:
+    """Give an engine another chat template."""
+    assert llm.tokenizer is not None
+    patch.setitem(llm.tokenizer.__dict__, "template", template)
+    tool_use.cache_clear()
 
 
 def chunks(text: str) -> list[dict[str, Any]]:

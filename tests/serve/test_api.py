@@ -109,6 +109,7 @@ NEUTRAL: dict[str, Any] = {
     "tools": [], "tool_choice": "none", "parallel_tool_calls": True, "metadata": {"a": "b"}, "store": False, "service_tier": "auto",
     "logit_bias": {}, "modalities": ["text"], "response_format": {"type": "text"}, "reasoning_effort": None, "a_field_of_another_server": 1,
 }  # fmt: skip
+TOOL = {"type": "function", "function": {"name": "f"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
 
 
@@ -138,7 +139,7 @@ def test_special_tokens_are_text_where_requested(api: TestClient, llm: LLM) -> N
 
 def test_templates_read_the_requests_variables(api: TestClient, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert llm.tokenizer is not None
-    monkeypatch.setitem(llm.tokenizer.__dict__, "_template", "{{ messages[0].content }}{% if thinking %} think{% endif %}")
+    monkeypatch.setitem(llm.tokenizer.__dict__, "template", "{{ messages[0].content }}{% if thinking %} think{% endif %}")
     counts = [api.post(CHAT, json={**HELLO, **more}).json()["usage"]["prompt_tokens"] for more in ({}, {"chat_template_kwargs": {"thinking": True}})]
     assert counts[1] - counts[0] == len(" think")
 
@@ -165,9 +166,13 @@ def test_the_models_own_way_of_drawing(tiny_llama: TinyModel, tmp_path: Path) ->
 
 REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {**HELLO, "model": "nobody"}, 404, "model"),
-    (CHAT, {**HELLO, "tools": [{"type": "function"}]}, 400, "'tools' is not supported"),
+    (CHAT, {**HELLO, "tools": [{"type": "function"}]}, 400, "tools.0.function"),
+    (CHAT, {**HELLO, "tools": [TOOL]}, 400, "has no place for tools"),
+    (CHAT, {**HELLO, "tools": [TOOL, TOOL]}, 400, "two tools are named 'f'"),
+    (CHAT, {**HELLO, "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, 400, "tool_choice names 'g'"),
+    (CHAT, {**HELLO, "functions": [{"name": "f"}]}, 400, "'functions' is not supported"),
     (CHAT, {**HELLO, "messages": []}, 400, "messages"),
-    (CHAT, {**HELLO, "tool_choice": "required"}, 400, "'tool_choice' is not supported"),
+    (CHAT, {**HELLO, "tool_choice": "required"}, 400, "tool_choice 'required' needs tools"),
     (
         CHAT,
         {**HELLO, "messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}]},
@@ -318,7 +323,7 @@ def test_names_of_this_host(llm: LLM) -> None:
 
 
 def test_paths_and_methods_that_are_not_there(api: TestClient) -> None:
-    assert api.get("/v1/embeddings").status_code == 404 and api.get("/v1/embeddings").json()["error"]["message"]
+    assert api.get("/v1/images").status_code == 404 and api.get("/v1/images").json()["error"]["message"]
     assert api.head("/health").status_code == 200 and api.post("/health").status_code == 405
     assert api.get(CHAT).status_code == 405 and api.get(CHAT).json()["error"]["type"] == "method_not_allowed"
 

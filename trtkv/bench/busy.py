@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from trtkv.errors import ConfigError
 from trtkv.runtime.batcher import Batcher, Call
 from trtkv.runtime.loading import Options, open_engine
 from trtkv.runtime.sampler import SamplingParams
+from trtkv.runtime.warm_up import warm_up
 
 FIRST, LAST = ("fetch", "feed"), "sample"  # kernels of a step that chooses its tokens on the device, captured or not
 ENOUGH = 0.95  # of the time: the goal
@@ -24,12 +26,15 @@ MOST_PLACES = 12  # where a GPU waits that a record names
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """A load: how many sequences run at a time, tokens of prompts and answers (answers differ by up to a half), seconds that are measured."""
+    """Requests: how many sequences at a time, tokens of prompts and answers, seconds that are measured.
+
+    Without seconds all are submitted at once and answered whole; else each that ends is followed by another, answers differ by up to a half.
+    """
 
     count: int
     prompt_tokens: int
     answer_tokens: int
-    seconds: float
+    seconds: float | None
 
 
 def measure_busy(engine_dir: Path, streams: Streams, options: Options, command: str) -> dict[str, Any]:
@@ -43,18 +48,20 @@ def measure_busy(engine_dir: Path, streams: Streams, options: Options, command: 
         raise ConfigError("there is no GPU to measure", "Run this on a machine with one.")
     if streams.count > limits.max_batch_size:
         raise ConfigError(f"{streams.count} streams are more than the engine's {limits.max_batch_size}", "Build with a larger --max-batch-size.")
-    batcher, rng = Batcher(engine, None), random.Random(0)
-    calls: list[Call] = []
-    _go(batcher, calls, streams, rng, 2.0 * streams.seconds)  # every batch size is captured on the way, every kernel loaded
-    steps: list[float] = []
-    spans = trace_spans(lambda: steps.extend(_go(batcher, calls, streams, rng, streams.seconds)))
-    for call in calls:
+    batcher = Batcher(engine, None)
+    warm_up(batcher)
+    load = _Load(batcher, streams, random.Random(0))
+    if streams.seconds is not None:
+        load.keep_up(2.0 * streams.seconds)  # until prompts and answers share the steps
+    spans = trace_spans(load.answer_all if streams.seconds is None else partial(load.keep_up, streams.seconds))
+    for call in load.calls:
         batcher.cancel(call)
     gaps, waits = between(spans), idle_by_place(spans)
     facts = {
         "model": engine.manifest.model_name, "policy": engine.cache.plan.policy, "streams": streams.count, "prompt_tokens": streams.prompt_tokens,
-        "answer_tokens": streams.answer_tokens, "executor": engine.stepper.executor.name,
+        "answer_tokens": streams.answer_tokens, "at_once": streams.seconds is None, "executor": engine.stepper.executor.name,
     }  # fmt: skip
+    steps = load.steps
     figures: dict[str, Any] = {"busy_share": round(busy_share(spans), 4), "steps": len(steps), "step_p50_ms": round(percentile(steps, 50) * 1e3, 3)}
     figures["idle_shares"] = {place: round(share, 5) for place, share in list(waits.items())[:MOST_PLACES]}
     if gaps:
@@ -62,21 +69,42 @@ def measure_busy(engine_dir: Path, streams: Streams, options: Options, command: 
     return make_record("busy", command, device, {"passed": bool(spans), "compared": "the profiler saw kernels"}, facts, figures)
 
 
-def _go(batcher: Batcher, calls: list[Call], streams: Streams, rng: random.Random, seconds: float) -> list[float]:
-    """Run streams for so long; returns the seconds of every step."""
-    vocab, steps = batcher.engine.manifest.model.vocab_size, []
-    until = time.perf_counter() + seconds
-    while (began := time.perf_counter()) < until:
-        calls[:] = [call for call in calls if call.open]
-        while len(calls) < streams.count:
-            answer = streams.answer_tokens // 2 + rng.randrange(streams.answer_tokens)
-            prompt = [rng.randrange(vocab) for _ in range(streams.prompt_tokens)]
-            calls.append(batcher.submit([prompt], [SamplingParams(max_tokens=answer, ignore_eos=True)]))
-        batcher.advance()
-        for call in calls:
+class _Load:
+    """Requests on their way; steps are the seconds of each step of the last run."""
+
+    def __init__(self, batcher: Batcher, streams: Streams, rng: random.Random) -> None:
+        self.calls: list[Call] = []
+        self.steps: list[float] = []
+        self._batcher, self._streams, self._random = batcher, streams, rng
+
+    def keep_up(self, seconds: float) -> None:
+        """Run streams for so long."""
+        self.steps, until = [], time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            self.calls = [call for call in self.calls if call.open]
+            while len(self.calls) < self._streams.count:
+                self._submit(self._streams.answer_tokens // 2 + self._random.randrange(self._streams.answer_tokens))
+            self._step()
+
+    def answer_all(self) -> None:
+        """Submit all requests at once and run until the last is answered."""
+        self.steps = []
+        for _ in range(self._streams.count):
+            self._submit(self._streams.answer_tokens)
+        while self._batcher.busy:
+            self._step()
+
+    def _submit(self, answer: int) -> None:
+        vocab = self._batcher.engine.manifest.model.vocab_size
+        prompt = self._random.choices(range(vocab), k=self._streams.prompt_tokens)
+        self.calls.append(self._batcher.submit([prompt], [SamplingParams(max_tokens=answer, ignore_eos=True)]))
+
+    def _step(self) -> None:
+        began = time.perf_counter()
+        self._batcher.advance()
+        for call in self.calls:
             call.events.clear()
-        steps.append(time.perf_counter() - began)
-    return steps
+        self.steps.append(time.perf_counter() - began)
 
 
 def busy_share(spans: Sequence[Span]) -> float:

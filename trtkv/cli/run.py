@@ -11,7 +11,7 @@ from cyclopts import App, Parameter
 
 from trtkv.cli.history import line_editing
 from trtkv.cli.output import notes, print_json, progress
-from trtkv.cli.values import Amount, Cosine, Count, GiB, GiBOrNone, Part, Seed, Share, Temperature, bytes_of, host_bytes, recall_engine
+from trtkv.cli.values import Amount, Cosine, Count, GiB, GiBOrNone, Part, Seed, Share, Temperature, adapters_of, bytes_of, host_bytes, recall_engine
 from trtkv.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def run(
     host_gib: GiB | None = None,
     recall: str | None = None,
     kv_disk: Path | None = None,
+    adapter: str | None = None,
     swap_gib: GiBOrNone | None = None,
     max_tokens: Count = 128,
     temperature: Temperature = 0.0,
@@ -71,6 +72,7 @@ def run(
         host_gib: Host memory that --offload may take in GiB; most of what is free by default.
         recall: With --offload, what moves pages: kernel, copies (the copy engine), or auto, which measures both when the engine is opened.
         kv_disk: Directory that stores the pages of prompts, so that a later prompt that begins alike need not compute them.
+        adapter: Directory of the LoRA adapter that answers, as PEFT saves it.
         swap_gib: Host memory in GiB for preempted sequences, allocated when needed; as much as the cache by default, 0 recomputes them.
         max_tokens: Longest answer.
         temperature: 0 takes the likeliest token.
@@ -88,7 +90,7 @@ def run(
     from trtkv.runtime.llm import LLM
     from trtkv.runtime.sampler import SamplingParams
 
-    prompts = _read_prompts(prompt, prompt_file, chat)
+    prompts, adapters = _read_prompts(prompt, prompt_file, chat), adapters_of(None if adapter is None else [adapter])
     params = SamplingParams.checked(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -100,6 +102,7 @@ def run(
         tau=tau,
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
+        adapter=next(iter(adapters), None),
     )
     with progress("open") as report:
         llm = LLM(
@@ -114,12 +117,14 @@ def run(
             recall=recall_engine(recall, offload),
             kv_disk=kv_disk,
             swap_bytes=bytes_of(swap_gib),
+            adapters=adapters,
             progress=report,
         )
     if not quiet and executor == "auto" and llm.engine.plan_unused:
         notes.print(f"TensorRT does not run this engine's plan: {llm.engine.plan_unused}.", markup=False)
-    if not quiet and llm.recall_line:
-        notes.print(llm.recall_line, markup=False)
+    for line in () if quiet else (llm.recall_line, llm.engine.adapters.line):
+        if line:
+            notes.print(line, markup=False)
     if prompts is None:
         with line_editing():
             _converse(llm, params, system)

@@ -15,7 +15,21 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, Parameter
 
 from trtkv.cli.output import notes, print_json, progress
-from trtkv.cli.values import Amount, Count, GiB, GiBOrNone, MiB, Milliseconds, Port, Seconds, Wait, bytes_of, host_bytes, recall_engine
+from trtkv.cli.values import (
+    Amount,
+    Count,
+    GiB,
+    GiBOrNone,
+    MiB,
+    Milliseconds,
+    Port,
+    Seconds,
+    Wait,
+    adapters_of,
+    bytes_of,
+    host_bytes,
+    recall_engine,
+)
 from trtkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -48,6 +62,7 @@ def serve(
     host_gib: GiB | None = None,
     recall: str | None = None,
     kv_disk: Path | None = None,
+    adapter: Annotated[list[str] | None, Parameter(negative=())] = None,
     swap_gib: GiBOrNone | None = None,
     itl_ms: Milliseconds | None = None,
     served_model_name: list[str] | None = None,
@@ -61,6 +76,8 @@ def serve(
     schedule: str = "fcfs",
     max_body_mib: MiB = 4.0,
     read_s: Wait = 30.0,
+    tool_parser: str = "auto",
+    reasoning_parser: str = "auto",
     drain_s: Seconds = 30.0,
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "warning",
     log_format: Literal["text", "json"] = "text",
@@ -84,6 +101,7 @@ def serve(
         host_gib: Host memory that --offload may take for each engine in GiB; most of what is free by default.
         recall: With --offload, what moves pages: kernel, copies (the copy engine), or auto, which measures both when an engine is opened.
         kv_disk: Directory that stores the pages of prompts, so that a later prompt that begins alike need not compute them.
+        adapter: LoRA adapter as PEFT saves it, NAME=DIRECTORY, served as a model of that name (the directory's if it is left out); may be repeated.
         swap_gib: Host memory in GiB for preempted sequences, allocated when needed; as much as each cache by default, 0 recomputes them.
         itl_ms: Milliseconds between two tokens of an answer that others' prompts may cost at most: chunks of prompts are sized by it.
         served_model_name: A model's name instead of its directory's; one for every engine, in their order.
@@ -98,6 +116,8 @@ def serve(
         schedule: Order among equal priority: fcfs (first come, first served), or fair, by what each API key or `user` has been served.
         max_body_mib: Largest body of a request in MiB.
         read_s: Seconds that a client has to send a request's head, or the next part of its body; an idle connection is closed after them.
+        tool_parser: Format in which models write calls of tools: auto (as the chat template shows), none, hermes, llama, mistral or deepseek.
+        reasoning_parser: Format of reasoning, which is answered apart: auto, none, think or magistral.
         drain_s: Seconds that requests have to finish after SIGTERM or Ctrl-C.
         log_level: What is written to standard error; from info on every request, with its id (x-request-id), status and seconds.
         log_format: text, or json: one object a line for whatever is written to standard error.
@@ -107,6 +127,7 @@ def serve(
     _need_extra()
     from trtkv.serve import logs
     from trtkv.serve.app import Settings
+    from trtkv.serve.chat import Parsers
     from trtkv.serve.keys import KeyRing
     from trtkv.serve.queue import Queue
     from trtkv.serve.server import check_tls, listen
@@ -115,12 +136,18 @@ def serve(
 
     logs.set_up(log_level, log_format)
     say = logs.say if log_format == "json" else partial(notes.print, markup=False)
+    parsers = Parsers.checked(tool_parser, reasoning_parser)
     queue = Queue.checked(max_waiting, max_waiting_tokens, schedule)
+    if adapter and (triton or len(engine) > 1):
+        raise ConfigError("--adapter is for one engine that this process runs", "Name one engine and add --no-triton.")
     names = _names(engine, served_model_name)
+    adapters = adapters_of(adapter, names)
+    models = [*names, *adapters]
     ring, tls = KeyRing(_keys(api_key), api_keys), check_tls(tls_cert, tls_key)
     traces = Traces.to(otlp_endpoint) if otlp_endpoint else None
     options: dict[str, Any] = {"weights": weights, "device": device, "executor": executor, "cache_bytes": bytes_of(cache_gib)}
     options |= {"offload": offload, "host_bytes": host_bytes(host_gib, offload), "recall": recall_engine(recall, offload)}
+    options |= {} if triton else {"adapters": adapters}
     options |= {"kv_disk": kv_disk, "swap_bytes": bytes_of(swap_gib), "itl_ms": itl_ms}
     own = listen(host, port)
     address = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{own.getsockname()[1]}"
@@ -129,13 +156,13 @@ def serve(
 
     def ready() -> None:
         if json:
-            print_json({"address": address, "models": list(names), "pid": os.getpid()})
+            print_json({"address": address, "models": models, "pid": os.getpid()})
         else:
-            say(f"serving {', '.join(names)} at {address} (chat: {address}/, API: {address}/v1, metrics: {address}/metrics)")
+            say(f"serving {', '.join(models)} at {address} (chat: {address}/, API: {address}/v1, metrics: {address}/metrics)")
 
     # Without a key, what only this machine should reach must not answer web pages whose name was pointed to it.
     hosts = () if ring.any or not _is_local(host) else ("localhost", "127.0.0.1", "::1", host.lower())
-    settings = Settings((), cors or [], int(max_body_mib * 2**20), hosts, ring, read_s, traces)
+    settings = Settings((), cors or [], int(max_body_mib * 2**20), hosts, parsers, ring, read_s, traces)
     if triton:
         from trtkv.serve.triton_backend import start_triton
 
@@ -154,10 +181,12 @@ def serve(
 
 def local_backends(opened: Mapping[str, Any], metrics: Prometheus, queue: Queue) -> Mapping[str, Backend]:
     """Put engines of this process to work, inside the event loop."""
-    from trtkv.serve.backend import Facts, LocalBackend
+    from trtkv.serve.backend import Facts, LocalBackend, with_adapters
 
-    now = int(time.time())
-    return {name: LocalBackend(llm, Facts.of(name, llm.engine.manifest, now), metrics, queue) for name, llm in opened.items()}
+    now, backends = int(time.time()), dict[str, "Backend"]()
+    for name, llm in opened.items():
+        backends |= with_adapters(LocalBackend(llm, Facts.of(name, llm.engine.manifest, now), metrics, queue), llm.engine.adapters.names)
+    return backends
 
 
 def _open(names: Mapping[str, Path], options: Mapping[str, Any], say: Callable[[str], None], *, bars: bool) -> dict[str, Any]:
@@ -167,8 +196,9 @@ def _open(names: Mapping[str, Path], options: Mapping[str, Any], say: Callable[[
     for name, path in names.items():
         with progress(name) if bars else nullcontext(lambda stage, fraction: None) as report:
             opened[name] = LLM(path, **options, warm=True, progress=report)
-        if opened[name].recall_line:
-            say(f"{name}: {opened[name].recall_line}")
+        for line in (opened[name].recall_line, opened[name].engine.adapters.line):
+            if line:
+                say(f"{name}: {line}")
     return opened
 
 

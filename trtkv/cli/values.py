@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
@@ -62,6 +64,21 @@ def find_device(name: str) -> torch.device:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device '{name}' was requested, but torch sees no CUDA GPU", "Use --device cpu, or see trtkv doctor.")
     return find(name)
+
+
+def adapters_of(texts: Sequence[str] | None, engines: Collection[str] = ()) -> dict[str, Path]:
+    """Read NAME=DIRECTORY of every --adapter; raises ConfigError for two models of one name."""
+    found: dict[str, Path] = {}
+    for text in texts or ():
+        name, equals, path = text.partition("=")
+        if not equals:
+            name, path = Path(text).resolve().name, text
+        if not name.strip() or not path:
+            raise ConfigError(f"adapter '{text}' is not understood", "Write NAME=DIRECTORY.")
+        if name in found or name in engines:
+            raise ConfigError(f"two models are named '{name}'", f"Name the adapter otherwise: --adapter NAME={path}.")
+        found[name] = Path(path)
+    return found
 
 
 def recall_engine(recall: str | None, offload: bool) -> str:

@@ -14,11 +14,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from trtkv.errors import EngineError, TrtkvError
+from trtkv.errors import EngineError, RequestError, TrtkvError
 from trtkv.runtime.device_sampler import PENDING, Ask, Chosen
 from trtkv.runtime.loading import Engine
+from trtkv.runtime.matcher import Grammars, Masks, Matcher
 from trtkv.runtime.overrides import check_override, override_of
 from trtkv.runtime.pages import PageAllocator
 from trtkv.runtime.reservations import make_scheduler
@@ -60,15 +63,20 @@ class Call:
     open: set[int] = field(default_factory=set)
     wake: Callable[[], None] = lambda: None
     checkers: list[StopChecker] = field(default_factory=list)
+    matchers: list[Matcher | None] = field(default_factory=list)
     members: list[Running] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    """A step in flight: which sequences get a token and where it goes in theirs, what was counted when it was queued."""
+    """A step in flight: which sequences get a token and where it goes in theirs, what was counted when it was queued.
+
+    The tokens of constrained ones are chosen again, once those before them are known.
+    """
 
     batch: Batch
     wanted: list[Running]
+    constrained: list[Running]
     places: list[int]
     result: Chosen | Found
     figures: StepFigures
@@ -90,8 +98,10 @@ class Batcher:
         self._ended_s = 0.0
         self._settings: dict[Running, list[float]] = {}
         self._placed: dict[int, Running] = {}  # whose overrides a slot has
-        self._counted: dict[int, Running] = {}  # whose tokens a slot has counted on the device
+        self._counted: dict[int, Running] = {}  # whose tokens a slot has counted on the device, and whose biases it has
         self.engine, self.tokenizer = engine, tokenizer
+        ends, vocab = engine.manifest.model.eos_ids, engine.manifest.model.vocab_size
+        self.grammars = None if tokenizer is None else Grammars(tokenizer, vocab, (*ends, *tokenizer.eos_ids))
         self.scheduler = make_scheduler(engine.cache, engine.manifest.limits, engine.pages, engine.slots)
         if isinstance(engine.pages, PageAllocator):
             self.scheduler.swap = open_swap(engine.cache, engine.pages, engine.swap_bytes)
@@ -112,10 +122,12 @@ class Batcher:
         for tokens, settings in zip(prompts, params, strict=True):
             self.check(tokens, settings)
         ends = self.engine.manifest.model.eos_ids
-        call = Call(params, wake=wake, checkers=[StopChecker(one, self.tokenizer, ends) for one in params])
+        matchers = [self.grammars.begin(one.grammar) if self.grammars and one.grammar else None for one in params]
+        call = Call(params, wake=wake, checkers=[StopChecker(one, self.tokenizer, ends) for one in params], matchers=matchers)
         with self.lock:
             for index, (tokens, settings) in enumerate(zip(prompts, params, strict=True)):
-                one = Running(index, list(tokens), len(tokens), settings.max_tokens, priority, tenant)
+                adapter, root = self.engine.adapters.find(settings.adapter)
+                one = Running(index, list(tokens), len(tokens), settings.max_tokens, priority, tenant, adapter, root)
                 self.scheduler.add(one)
                 self._calls[one] = call
                 call.members.append(one)
@@ -123,9 +135,17 @@ class Batcher:
         return call
 
     def check(self, tokens: Sequence[int], params: SamplingParams) -> None:
-        """Raise RequestError for a request that can never be served: its length, or a budget or tau that this engine cannot give it."""
+        """Raise RequestError for a request that can never be served: its length or grammar, an adapter, budget or tau the engine does not have."""
         self.scheduler.check(tokens, params.max_tokens)
         check_override(self.engine.cache, params)
+        self.engine.adapters.find(params.adapter)
+        vocab = self.engine.manifest.model.vocab_size
+        if any(id_ >= vocab for id_, _ in params.logit_bias):
+            raise RequestError(f"logit_bias has a token id outside the vocabulary of {vocab}", "Use the model's tokenizer.")
+        if params.grammar is not None:
+            if self.grammars is None:
+                raise RequestError("the engine was built without a tokenizer, which a grammar needs", "Build from a checkpoint that has one.")
+            self.grammars.compile(params.grammar)
 
     def cancel(self, call: Call) -> None:
         """Drop what a call has not finished and free what it holds."""
@@ -143,6 +163,8 @@ class Batcher:
             before, self._pending = self._pending, queued if self._ahead else None
             if before is not None:
                 self._finish(before)
+            if queued is not None and self._chooses and queued.constrained:
+                queued.result = self.engine.stepper.choose_again(self._masks(queued.constrained))
             if queued is not None and not self._ahead:
                 self._finish(queued)
             return True
@@ -181,7 +203,8 @@ class Batcher:
             self.scheduler.stored(one)
         for one in wanted:
             one.tokens.append(PENDING)
-        return _Step(batch, wanted, [len(one.tokens) - 1 for one in wanted], result, figures, began_s)
+        constrained = [one for one in wanted if self._calls[one].params[one.request].constrained]
+        return _Step(batch, wanted, constrained, [len(one.tokens) - 1 for one in wanted], result, figures, began_s)
 
     def _finish(self, step: _Step) -> None:
         """Read what a step chose and answer; sequences that have ended meanwhile get nothing."""
@@ -204,7 +227,7 @@ class Batcher:
         if settings is None:
             settings = self._settings[one] = settings_of(params)
         continues = len(row.tokens) == 1 and self._counted.get(one.slot) is one
-        if params.penalizes:
+        if params.penalizes or params.logit_bias:
             self._counted[one.slot] = one
         return Ask.of(params, one.tokens, one.num_prompt, continues=continues, settings=settings)
 
@@ -212,10 +235,27 @@ class Batcher:
         if not wanted:
             return [], [], {}
         settings = [self._calls[one].params[one.request] for one in wanted]
-        ids, logprobs = choose(logits, settings, [one.tokens for one in wanted], [one.num_prompt for one in wanted])
+        constrained = [one for one, own in zip(wanted, settings, strict=True) if own.constrained]
+        masks = torch.from_numpy(self._masks(constrained)) if constrained else None
+        ids, logprobs = choose(logits, settings, [one.tokens for one in wanted], [one.num_prompt for one in wanted], masks)
         rows = [row for row, one in enumerate(settings) if one.top_logprobs and ids[row] >= 0]
         most = top_logprobs(logits[rows], max(settings[row].top_logprobs for row in rows)) if rows else []
         return ids, logprobs, {row: top[: settings[row].top_logprobs] for row, top in zip(rows, most, strict=True)}
+
+    def _masks(self, sequences: Sequence[Running]) -> Masks:
+        """Return which tokens may come next in sequences whose tokens are known, as masks [G, W]; all, where one has no grammar or has ended."""
+        words = -(-self.engine.manifest.model.vocab_size // 32) if self.grammars is None else self.grammars.words
+        masks = np.full((len(sequences), words), -1, np.int32)
+        calls = [(row, one, self._calls[one]) for row, one in enumerate(sequences) if one in self._calls]
+        found = [(row, matcher) for row, one, call in calls if (matcher := call.matchers[one.request]) is not None]
+        if self.grammars is None or not found:
+            return masks
+        self.grammars.fill([row for row, _ in found], [matcher for _, matcher in found], masks)
+        for row, one, call in calls:
+            answered = call.checkers[one.request].count
+            if call.matchers[one.request] is not None and answered + 1 < call.params[one.request].min_tokens:
+                self.grammars.without_ends(masks[row])
+        return masks
 
     def _count(self, step: _Step, seconds: float) -> None:
         figures = replace(step.figures, seconds=seconds)
@@ -248,6 +288,10 @@ class Batcher:
         if reason is None and place + 1 - one.num_prompt >= one.max_tokens:
             # The engine's limit can come before the request's, which the checker counts.
             text, reason = text + call.checkers[one.request].flush(), "length"
+        if (matcher := call.matchers[one.request]) is not None:
+            matcher.push(token)
+            if matcher.ended:
+                text, reason = text if reason else text + call.checkers[one.request].flush(), "stop"
         call.events.append(Event(one.request, token, text, logprob, reason, top))
         if reason is not None:
             self._drop(one)

@@ -14,6 +14,7 @@ from torch import Tensor
 from plugins.cache.cache import Cache
 from plugins.cache.kernel_support import gpu_ready
 from plugins.cache.pages import HeadPages, Pages, shared
+from plugins.lora.delta import cut, most_tiles
 from plugins.sampling import launch, reference
 from trtkv.runtime.device_sampler import Ask
 from trtkv.runtime.head_table import HeadTable
@@ -24,6 +25,7 @@ ALIGNMENT = 16  # bytes at which every input begins
 QUEUED = 3  # pinned blocks: one more than the steps that may be on their way
 FEW_ROWS = 4  # rows of the page table that are copied one by one
 CHOICE = ("settings", "numbers", "turn")  # inputs of the sampler
+ADAPTERS = ("adapter_rows", "adapter_tiles")
 
 
 class StagedInputs:
@@ -33,11 +35,12 @@ class StagedInputs:
     rest, pages of other sequences are copied.
     """
 
-    def __init__(self, batch: int, cache: Cache, width: int, *, chooses: bool) -> None:
-        """Lay the inputs out; width is M of the page table."""
+    def __init__(self, batch: int, cache: Cache, width: int, *, chooses: bool, adapters: int = 0) -> None:
+        """Lay the inputs out; width is M of the page table, adapters how many the sequences may take, 0 where none takes any."""
         self._cache, self._groups, self._width, self._batch = cache, cache.plan.num_page_groups, width, batch
         self._kernels, pinned = gpu_ready(cache.device) is None, cache.device.type == "cuda"
-        layout, size = _layout(batch, self._groups, chooses), 0
+        self._tiles = most_tiles(batch, adapters) if adapters else 0
+        layout, size = _layout(batch, self._groups, chooses, self._tiles), 0
         self._at: dict[str, int] = {}
         for name, (dtype, shape) in layout.items():
             self._at[name], size = size, size + -(-int(np.prod(shape)) * np.dtype(dtype).itemsize // ALIGNMENT) * ALIGNMENT
@@ -48,7 +51,8 @@ class StagedInputs:
         self.choice = {name: views.pop(name) for name in CHOICE if name in views}
         self._heads, shape = HeadTable.of(cache, width), (self._groups, batch, width)
         self.table = torch.zeros(shape, dtype=torch.int32, device=cache.device) if self._heads is None else self._heads.view(batch)
-        self.tensors = {**views, "page_table": self.table}
+        last = {f"last_{name}": views[name] for name in ADAPTERS if name in views}  # every token's logits are needed
+        self.tensors = {**views, **last, "page_table": self.table}
         self._host = [{name: _view(block, self._at[name], *layout[name]).numpy() for name in layout} for block in self._staged]
         for host in self._host:
             host["cu_seqlens"][:], host["last_rows"][:], host["grown"][:] = range(batch + 1), range(batch), -1
@@ -70,6 +74,8 @@ class StagedInputs:
         np.add(host["positions"], 1, out=host["seq_lens"])
         host["stored_lens"][:] = self._cache.stored_lens() if self._cache.ledger.shrinks else host["seq_lens"]
         host["slots"][:] = [row.slot for row in rows]
+        if self._tiles:
+            host["adapter_rows"][:], host["adapter_tiles"][:] = cut([row.adapter for row in rows], self._tiles)
         if asks:
             host["numbers"][:] = [ask.number for ask in asks]
             host["turn"][0] = place
@@ -139,11 +145,13 @@ class StagedInputs:
             self.table[0, b].copy_(staged[0, b], non_blocking=True)
 
 
-def _layout(batch: int, groups: int, chooses: bool) -> dict[str, tuple[type, tuple[int, ...]]]:
+def _layout(batch: int, groups: int, chooses: bool, tiles: int) -> dict[str, tuple[type, tuple[int, ...]]]:
     """Return dtype and shape of every input; grown holds for every sequence a column of the page table, or -1, and the page that is there now."""
     names = ("token_ids", "positions", "seq_lens", "slots", "last_rows")
     layout: dict[str, tuple[type, tuple[int, ...]]] = dict.fromkeys(names, (np.int32, (batch,)))
     layout |= {"cu_seqlens": (np.int32, (batch + 1,)), "stored_lens": (np.int32, (groups, batch)), "grown": (np.int32, (2, batch))}
+    if tiles:
+        layout |= {"adapter_rows": (np.int32, (batch,)), "adapter_tiles": (np.int32, (tiles, 3))}
     if chooses:
         layout |= {"settings": (np.float32, (batch, reference.FIELDS)), "numbers": (np.float64, (batch,)), "turn": (np.int32, (1,))}
     return layout

@@ -15,17 +15,20 @@ from torch import Tensor
 
 from plugins.cache.kernel_support import gpu_ready
 from plugins.sampling import launch, reference
+from trtkv.runtime.constrained import ConstrainedRows
 from trtkv.runtime.sampler import SamplingParams, count_tokens, settings_of, uniform
 
 PENDING = -1  # represents a token that the device knows and the host does not
 RING = 4  # blocks for results: more than there are steps on their way
+ANY = settings_of(SamplingParams())  # of rows that are chosen again: the cheapest choice, which counts nothing
 
 
 @dataclass(slots=True)
 class Ask:
     """How the next token of one sequence is chosen: its request's settings, the number that decides a draw, likeliest tokens to report.
 
-    history is the sequence with its prompt's length where penalties count tokens; continues says that the slot has counted them already.
+    history is the sequence with its prompt's length where penalties count tokens; continues says that the slot has counted them already. again has
+    the settings by which a constrained row is chosen again, once its mask is known; biases are its own, unless the slot has them already.
     """
 
     settings: Sequence[float]
@@ -34,20 +37,26 @@ class Ask:
     logprob: bool = False
     history: tuple[Sequence[int], int] | None = None
     continues: bool = False
+    again: Sequence[float] | None = None
+    biases: Sequence[tuple[int, float]] = ()
 
     @staticmethod
     def of(params: SamplingParams, tokens: Sequence[int], prompt: int, *, continues: bool, settings: Sequence[float] | None = None) -> Ask:
         """Request the token after `tokens`, of which the first `prompt` are the prompt; the last may be PENDING where the sequence continues."""
         number = 0.5 if params.greedy else uniform(params.seed, len(tokens) - prompt)
         history = (tokens, prompt) if params.penalizes else None
-        return Ask(settings or settings_of(params), number, params.top_logprobs, bool(params.logprobs), history, continues)
+        settings, again = settings or settings_of(params), None
+        if params.constrained:
+            settings, again = ANY, settings
+        biases = () if continues else params.logit_bias
+        return Ask(settings, number, params.top_logprobs, bool(params.logprobs), history, continues, again, biases)
 
 
 class Chosen:
     """The tokens of one step, on their way to the host."""
 
     def __init__(self, block: Tensor, asks: Sequence[Ask], tops: Tensor | None, event: torch.cuda.Event | None) -> None:
-        self._block, self._asks, self._tops, self._event = block, asks, tops, event
+        self.tops, self._block, self._asks, self._event = tops, block, asks, event
 
     def read(self) -> tuple[list[int], list[float | None], dict[int, list[tuple[int, float]]]]:
         """Wait for the step: ids (-1: not finite), log probabilities where requested, and the likeliest tokens of the rows that requested them."""
@@ -58,8 +67,8 @@ class Chosen:
         values = self._block[1].view(torch.float32)[:count].tolist()
         logprobs = [value if ask.logprob and id_ >= 0 else None for ask, id_, value in zip(self._asks, ids, values, strict=True)]
         tops: dict[int, list[tuple[int, float]]] = {}
-        if self._tops is not None:
-            for row, pairs in zip(self._asking(), self._tops.tolist(), strict=True):
+        if self.tops is not None:
+            for row, pairs in zip(self._asking(), self.tops.tolist(), strict=True):
                 if ids[row] >= 0:
                     tops[row] = [(int(id_), value) for id_, value in pairs[: self._asks[row].top]]
         return ids, logprobs, tops
@@ -79,6 +88,8 @@ class DeviceSampler:
         pinned = device.type == "cuda"
         self.last = torch.zeros(num_slots, dtype=torch.int32, device=device)
         self.counts: Tensor | None = None
+        self._biases: Tensor | None = None  # [Z, V] fp32
+        self._constrained: ConstrainedRows | None = None
         self._ring = torch.zeros(RING, 2, num_slots, dtype=torch.int32, pin_memory=pinned)
         self._events = [torch.cuda.Event() for _ in range(RING)] if pinned else []
         self._turn = 0
@@ -115,10 +126,47 @@ class DeviceSampler:
         if self._kernels:
             launch.sample(logits, settings, numbers, slots, self.counts, self.last, values["turn"], self._ring)
             return
-        where, own = slots.long(), None if self.counts is None else self.counts[slots.long()]
+        own = None if self.counts is None else self.counts[slots.long()]
         ids = reference.choose(logits, settings, numbers, own)
-        self._ring[self._turn, 0, : len(ids)] = ids.int()
-        self._ring[self._turn, 1, : len(ids)] = reference.logprobs(logits, ids).contiguous().view(torch.int32)
+        self._note(ids, logits, settings, slots, torch.arange(len(ids)))
+
+    def choose_again(self, logits: Tensor, asks: Sequence[Ask], slots: Sequence[int], masks: np.ndarray, before: Chosen) -> Chosen:
+        """Choose tokens for the constrained rows [G] of the step over logits [B, V] that was chosen last; masks [G, W] int32 say which may come next.
+
+        slots [B] are those of all rows, before is what the step has sent. Few launches, behind the step's.
+        """
+        rows = [row for row, ask in enumerate(asks) if ask.again is not None]
+        if self._constrained is None:
+            self._constrained = ConstrainedRows(self._slots, masks.shape[1], self.device)
+        self._bias([(slots[row], asks[row]) for row in rows], logits.shape[-1])
+        values = self._constrained.send(rows, [slots[row] for row in rows], [asks[row] for row in rows], masks, self._turn)
+        settings, numbers, of, only, biases = values["settings"], values["numbers"], values["slots"], values["masks"], self._biases
+        if self._kernels:
+            launch.sample_constrained(
+                logits, settings, numbers, of, self.counts, self.last, values["turn"], self._ring, values["rows"], only, biases
+            )  # fmt: skip
+        else:
+            own, where = logits[values["rows"].long()], of.long()
+            counts, biases = None if self.counts is None else self.counts[where], None if biases is None else biases[where]
+            self._note(reference.choose(own, settings, numbers, counts, only, biases), own, settings, of, values["rows"].long())
+        return self._sent(asks, before.tops)
+
+    def _bias(self, rows: Sequence[tuple[int, Ask]], vocab_size: int) -> None:
+        """Write the biases of sequences that begin in their slots."""
+        for slot, ask in rows:
+            if not ask.biases:
+                continue
+            if self._biases is None:
+                self._biases = torch.zeros(self._slots, vocab_size, device=self.device)
+            row = torch.zeros(vocab_size)
+            row[[id_ for id_, _ in ask.biases]] = torch.tensor([value for _, value in ask.biases])
+            self._biases[slot].copy_(row)
+
+    def _note(self, ids: Tensor, logits: Tensor, settings: Tensor, slots: Tensor, rows: Tensor) -> None:
+        """Write what was chosen for rows [B] of a step to the ring, to the slots and to their counts, as the kernel does."""
+        self._ring[self._turn, 0, rows] = ids.int()
+        self._ring[self._turn, 1, rows] = reference.logprobs(logits, ids).contiguous().view(torch.int32)
+        where = slots.long()
         self.last[where] = ids.clamp(min=0).int()
         if self.counts is not None:
             counted = (settings[:, reference.FLAGS].int() & reference.PENALIZED > 0) & (ids >= 0)
@@ -128,10 +176,14 @@ class DeviceSampler:
         """Send the host what the queued choice over logits [B, V] will have found."""
         if not asks:
             self.begin()  # its event is its own, too
-        block = self._ring[self._turn]
         tops, asking = None, [row for row, ask in enumerate(asks) if ask.top]
         if asking:
             tops = self._likeliest(torch.stack([logits[row] for row in asking]), max(asks[row].top for row in asking))
+        return self._sent(asks, tops)
+
+    def _sent(self, asks: Sequence[Ask], tops: Tensor | None) -> Chosen:
+        """Return what is in the ring once all that is queued has run."""
+        block = self._ring[self._turn]
         if not self._events:
             return Chosen(block.clone(), asks, tops, None)
         event = self._events[self._turn]

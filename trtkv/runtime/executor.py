@@ -13,7 +13,8 @@ from plugins.cache.cache import Cache
 from plugins.device.dtypes import TORCH_DTYPES
 from plugins.nodes import FACES
 from trtkv.runtime import fused
-from trtkv.runtime.graph_program import TORCH_OPS, Node, join_products, load_program
+from trtkv.runtime.adapters import Adapters
+from trtkv.runtime.graph_program import TORCH_OPS, Node, join_products, load_program, with_deltas
 from trtkv.runtime.weights import Weight
 
 
@@ -22,10 +23,11 @@ class TorchExecutor:
 
     name = "torch"
 
-    def __init__(self, graph: Path, weights: Mapping[str, Weight], cache: Cache) -> None:
+    def __init__(self, graph: Path, weights: Mapping[str, Weight], cache: Cache, adapters: Adapters = Adapters()) -> None:  # noqa: B008 (frozen)
         """Load the graph at `graph`; weights by graph input; cache holds the cache that the plugin ops use."""
         self._nodes, constants = load_program(graph)
-        self._bound: dict[str, Tensor | Weight] = {**constants, **weights}
+        self._bound: dict[str, Any] = {**constants, **weights, **{f"{name}.delta": one for name, one in adapters.deltas.items()}}
+        self.num_adapters = len(adapters.names)
         self.cache = cache
         cache.keeps_inputs = True
         self.device = cache.device
@@ -33,8 +35,13 @@ class TorchExecutor:
         self._logits: Tensor | None = None  # of captured steps, each of which is read before the next one runs
         calls = [node.attributes["call"] for node in self._nodes if "call" in node.attributes]
         dtype = TORCH_DTYPES[cache.plan.kv_dtype]
-        self._joined = join_products(self._nodes, {"logits"})
-        for node in self._joined:
+        self._programs = [(self._nodes, join_products(self._nodes, {"logits"}))]  # without adapters, and with them
+        if self.num_adapters:
+            with_them = with_deltas(self._nodes, adapters.deltas, {"logits"})
+            self._programs.append((with_them, join_products(with_them, {"logits"})))
+        for delta in adapters.deltas.values():
+            fused.prepare_delta(delta)
+        for node in (node for _, joined in self._programs for node in joined):
             if node.kind in ("Gemm", "Product"):
                 normed, gated = node.kind == "Product" and bool(node.inputs[2]), bool(node.attributes.get("gated"))
                 fused.prepare(weights[node.inputs[1 if node.kind == "Gemm" else 3]], cache.num_slots, gated=gated, normed=normed)
@@ -55,7 +62,8 @@ class TorchExecutor:
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Run one step that `Cache.begin_step` announced; inputs by graph input name. Returns logits [R, V] fp32."""
         values: dict[str, Any] = {**self._bound, **inputs, "": None}
-        for node in self._joined if self.taps is None else self._nodes:
+        nodes, joined = self._programs["adapter_tiles" in inputs]
+        for node in joined if self.taps is None else nodes:
             made = self._run(node, [values[name] for name in node.inputs])
             outputs = {node.output: made} if node.also is None else {node.output: made[0], node.also: made[1]}
             values |= outputs

@@ -13,6 +13,9 @@ from plugins.cache.kernel_support import gpu_ready
 from plugins.device import store
 from plugins.device.driver import arch
 from plugins.linear import launch
+from plugins.lora import launch as lora
+from plugins.lora import reference
+from plugins.lora.delta import Delta
 from trtkv.runtime.weights import Weight
 
 
@@ -72,6 +75,19 @@ def product(
     before = None if norm is None else launch.Norm(*norm, more, total)
     launch.gemv(x, weight.whole, bias.whole.view(-1) if bias else None, out, gated=gated, norm=before)
     return out, total
+
+
+def add_delta(x: Tensor, out: Tensor, delta: Delta, rows: Tensor, tiles: Tensor) -> Tensor:
+    """Add what adapters add to the product out [T, out] of x [T, in], in place; rows [T] and tiles say which tokens take which (`plugins.lora`)."""
+    (lora if x.is_cuda and gpu_ready(x.device) is None else reference).add(x, out, delta, rows, tiles)
+    return out
+
+
+def prepare_delta(delta: Delta) -> None:
+    """Load the kernels that add to a product, so that no step has to."""
+    if delta.up.is_cuda and gpu_ready(delta.up.device) is None:
+        with torch.cuda.device(delta.up.device):
+            store.load_all(lora.kernels(delta, arch()))
 
 
 def prepare(weight: Weight, most_tokens: int, *, gated: bool, normed: bool) -> None:

@@ -6,7 +6,7 @@ Norms and the gated activation are spelled out in the graph so that every Tensor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -174,6 +174,21 @@ def join_products(nodes: list[Node], outputs: set[str]) -> list[Node]:
     return _with_lifetimes(joined, outputs)
 
 
+def with_deltas(nodes: list[Node], adapted: Collection[str], outputs: set[str]) -> list[Node]:
+    """Add what adapters add, after every product with one of the adapted matrices; such a product joins neither a norm nor an activation."""
+    made, which = [], "adapter"
+    for node in nodes:
+        which = "last_adapter" if "last_rows" in node.inputs else which  # from there on, a row a token whose logits are needed
+        if node.kind != "Gemm" or node.inputs[1] not in adapted:
+            made.append(Node(node.kind, node.inputs, node.output, node.attributes, also=node.also))
+            continue
+        plain = f"{node.output}.plain"
+        made.append(Node("Gemm", node.inputs, plain, node.attributes))
+        reads = (node.inputs[0], plain, f"{node.inputs[1]}.delta", f"{which}_rows", f"{which}_tiles")
+        made.append(Node("Delta", reads, node.output))
+    return _with_lifetimes(made, outputs)
+
+
 def _gateable(node: Node) -> bool:
     return (node.kind == "Gemm" and len(node.inputs) == 2) or (node.kind == "Product" and len(node.inputs) == 4)
 
@@ -199,4 +214,5 @@ TORCH_OPS: dict[str, Callable[[Node, list[Any]], Any]] = {
     "RmsNorm": lambda node, args: fused.rms_norm(args[0], args[1], node.attributes["eps"]),
     "AddRmsNorm": lambda node, args: fused.add_rms_norm(args[0], args[1], args[2], node.attributes["eps"]),
     "SwiGlu": lambda node, args: fused.silu_product(args[0]),
+    "Delta": lambda node, args: fused.add_delta(*args),
 }

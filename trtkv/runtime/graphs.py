@@ -2,7 +2,7 @@
 
 The first step of a batch size runs as it is, which loads every kernel, and is captured after it; capturing computes nothing. Steps that choose
 their next tokens on the device are separate graphs: a step may then be queued before the host has read what the one before it chose. So are steps
-in which every sequence is short enough to be read whole: they select nothing.
+in which every sequence is short enough to be read whole: they select nothing; and those of which a sequence takes an adapter.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from torch import Tensor
 from plugins.cache.cache import Cache
 from trtkv.runtime.captured_inputs import StagedInputs
 from trtkv.runtime.device_sampler import Ask, DeviceSampler
+from trtkv.runtime.inputs import adapted
 from trtkv.runtime.rows import Executor, StepRow
 
-Key = tuple[int, int, bool]  # sequences; the sampler's version, LOGITS where none chooses; whether all are read whole
+Key = tuple[int, int, bool, bool]  # sequences; the sampler's version, LOGITS where none chooses; whether all are read whole; any adapter
 LOGITS = -1
 
 
@@ -61,7 +62,8 @@ class DecodeGraphs:
 
     def _run(self, rows: Sequence[StepRow], asks: Sequence[Ask], sampler: DeviceSampler | None) -> tuple[Tensor, bool]:
         """Run a step, captured if it was before; returns its logits and whether they lie where the next step's will."""
-        key = (len(rows), LOGITS if sampler is None else sampler.version, self._cache.reads_all)
+        adapters = self._executor.num_adapters if adapted(rows) else 0
+        key = (len(rows), LOGITS if sampler is None else sampler.version, self._cache.reads_all, bool(adapters))
         place = 0 if sampler is None else sampler.begin()
         captured = self._captured.get(key)
         if captured is not None:
@@ -70,7 +72,7 @@ class DecodeGraphs:
             captured.replay()
             captured.inputs.sent()
             return captured.logits, True
-        inputs = StagedInputs(len(rows), self._cache, self._width, chooses=sampler is not None)
+        inputs = StagedInputs(len(rows), self._cache, self._width, chooses=sampler is not None, adapters=adapters)
         values = {**self._fixed, **inputs.tensors}
 
         def step() -> Tensor:

@@ -125,7 +125,7 @@ class GrowingScheduler(Scheduler):
     def _keys(self, one: Running, count: int) -> list[Key]:
         """Name a sequence's first full pages."""
         if count > len(one.keys):
-            one.keys = page_keys(one.tokens, self.plan.page_size, count, one.keys)
+            one.keys = page_keys(one.tokens, self.plan.page_size, count, one.keys, one.root)
         return one.keys[:count]
 
     def _shareable(self, one: Running) -> list[Key]:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from plugins.cache.pages import HeadPages, Lengths, by_group, shared
+from plugins.lora.delta import cut
 from trtkv.runtime.rows import StepRow
 
 Int32 = npt.NDArray[np.int32]
@@ -32,6 +33,19 @@ def small_inputs(rows: Sequence[StepRow], groups: int, stored_lens: Sequence[Seq
         "slots": np.fromiter((row.slot for row in rows), np.int32, len(rows)),
         "last_rows": np.array([start + index for start, row in zip(starts, rows, strict=False) for index in row.logits_of] or [0], np.int32),
     }
+
+
+def adapted(rows: Sequence[StepRow]) -> bool:
+    """Say whether a sequence of a step takes an adapter."""
+    return any(row.adapter >= 0 for row in rows)
+
+
+def adapter_inputs(rows: Sequence[StepRow]) -> dict[str, Int32]:
+    """Return which tokens take which adapters, as `cut` says: of all tokens, and of those whose logits are needed."""
+    own = np.fromiter((row.adapter for row in rows), np.int32, len(rows))
+    every, last = (np.repeat(own, [len(getattr(row, name)) for row in rows]) for name in ("tokens", "logits_of"))
+    (places, tiles), (last_places, last_tiles) = cut(every), cut(last if len(last) else [-1])  # one row of logits is always computed
+    return {"adapter_rows": places, "adapter_tiles": tiles, "last_adapter_rows": last_places, "last_adapter_tiles": last_tiles}
 
 
 def page_table(rows: Sequence[StepRow], groups: int, width: int) -> Int32:

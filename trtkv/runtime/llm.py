@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,6 +59,7 @@ class LLM:
         swap_bytes: int | None = None,
         warm: bool = False,
         itl_ms: float | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
         progress: Progress = lambda stage, fraction: None,
     ) -> None:
         """Open an engine directory.
@@ -78,11 +79,13 @@ class LLM:
                 the cache's pages have, at most a fifth of what is free, and none of it before it is needed. 0 computes them again.
             warm: Run and capture what requests would else wait for, so that the first one is as fast as others.
             itl_ms: Milliseconds between two tokens that prompts of others may cost at most: their chunks are sized by it.
+            adapters: Directories of LoRA adapters (PEFT) by the names by which `SamplingParams.adapter` chooses one.
             progress: Called with a stage and a fraction while weights are read.
         """
         options = Options(
-            None if weights is None else str(weights), device, executor, cache_bytes, dense_below, offload, host_bytes, recall, swap_bytes, warm
-        )
+            None if weights is None else str(weights), device, executor, cache_bytes, dense_below, offload, host_bytes, recall, swap_bytes, warm,
+            {name: Path(one) for name, one in (adapters or {}).items()},
+        )  # fmt: skip
         self.engine: Engine = open_parts(Path(engine), options, progress)
         self.tokenizer = Tokenizer(Path(engine)) if (Path(engine) / "tokenizer.json").is_file() else None
         self.batcher = Batcher(self.engine, self.tokenizer)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from trtkv.config import DTYPE_BYTES, Limits
 from trtkv.engine.manifest import GRAPH, PLAN, Manifest, check_files, read_manifest
 from trtkv.errors import CapacityError, CheckpointError, ConfigError, EngineError, TrtkvError
 from trtkv.plan import CachePlan
+from trtkv.runtime.adapters import Adapters, read_adapters
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.host_memory import host_room, open_offload, recall_of
 from trtkv.runtime.memory import captured_bytes, check_weights, pool_sizes
@@ -47,7 +48,7 @@ class Options:
     pages in host memory, up to host_bytes of it, and may say how they are recalled; True leaves that to the policy and to recall: auto, kernel or
     copies, which is what moves them.
     swap_bytes of host memory are for preempted sequences, 0 for none: they are then recomputed. warm leaves room for captured
-    steps of all batch sizes.
+    steps of all batch sizes. adapters are directories of LoRA adapters by name.
     """
 
     weights: str | None = None
@@ -60,6 +61,7 @@ class Options:
     recall: str = "auto"
     swap_bytes: int | None = None
     warm: bool = False
+    adapters: Mapping[str, Path] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,7 @@ class Engine:
     slots: list[int]
     why_torch: str | None
     swap_bytes: int | None = None
+    adapters: Adapters = field(default_factory=Adapters)
 
     @property
     def plan_unused(self) -> str | None:
@@ -121,12 +124,15 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
     store.register(directory / FOLDER)
     device = find_device(options.device)
     plan = manifest.cache
-    why_torch = _why_torch(manifest, options.executor, device)
+    why_torch = _why_torch(manifest, options, device)
     held = _held_bytes(directory, manifest, why_torch)
     if held and options.weights is not None:
         raise ConfigError("this engine's plan holds its weights, and --weights was given", "Leave it out, or add --executor torch.")
-    check_weights(held or _weight_bytes(manifest), device)
-    weights = {} if held else _weights(manifest, options.weights, device, progress, (part.index, part.count) if part else (0, 1))
+    share = (part.index, part.count) if part else (0, 1)
+    adapters = read_adapters(options.adapters, manifest.weights, TORCH_DTYPES[manifest.model.dtype], share)
+    check_weights((held or _weight_bytes(manifest)) + adapters.nbytes, device)
+    weights = {} if held else _weights(manifest, options.weights, device, progress, share)
+    adapters = adapters.to(device)
     try:
         offload = _offload(plan, manifest.limits, device, options, progress, part)
         num_pages = [offload.num_pages] if offload else _pool_sizes(plan, manifest.limits, device, options, held)
@@ -154,12 +160,12 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
                 _settle_recall(offload, plan, progress, part)
     elif offload:
         measure.settle(offload, plan)
-    executor = _executor(directory, manifest, why_torch, weights, cache)
+    executor = _executor(directory, manifest, why_torch, weights, cache, adapters)
     rope = rope_table(manifest.model.rope, manifest.model.head_dim, manifest.limits.max_seq_len)
     slots = list(range(manifest.limits.max_batch_size - 1, -1, -1))
     # A cache in tensors has no pages; their number only limits it.
     pages = make_pages(num_pages if cache.uses_pages else num_pages[:1], plan.num_page_groups if cache.rows_have_pages else 0)
-    return Engine(manifest, cache, Stepper(executor, cache, manifest.limits, rope), pages, slots, why_torch, options.swap_bytes)
+    return Engine(manifest, cache, Stepper(executor, cache, manifest.limits, rope), pages, slots, why_torch, options.swap_bytes, adapters)
 
 
 def _agreed(num_pages: list[int], part: Part) -> list[int]:
@@ -169,7 +175,7 @@ def _agreed(num_pages: list[int], part: Part) -> list[int]:
 
 def _pool_sizes(plan: CachePlan, limits: Limits, device: torch.device, options: Options, promised_bytes: int) -> list[int]:
     try:
-        promised_bytes += captured_bytes(plan, limits, device) if options.warm else 0
+        promised_bytes += captured_bytes(plan, limits, device, adapters=bool(options.adapters)) if options.warm else 0
         return pool_sizes(plan, limits, device, options.cache_bytes, promised_bytes)
     except CapacityError as error:
         if why_not(plan) is not None:
@@ -258,10 +264,12 @@ def checkpoint_path(manifest: Manifest, wanted: str | None) -> Path:
     raise CheckpointError(f"no weights for '{manifest.model_name}' are on this machine", f"{fetch}, or give --weights DIRECTORY or --weights random.")
 
 
-def _executor(directory: Path, manifest: Manifest, why_torch: str | None, weights: dict[str, Weight], cache: Cache) -> Executor:
+def _executor(
+    directory: Path, manifest: Manifest, why_torch: str | None, weights: dict[str, Weight], cache: Cache, adapters: Adapters
+) -> Executor:  # fmt: skip
     if why_torch is not None:
         try:
-            return TorchExecutor(directory / GRAPH, weights, cache)
+            return TorchExecutor(directory / GRAPH, weights, cache, adapters)
         except EngineError as error:
             raise EngineError(error.problem, manifest.remedy) from None
     from trtkv.runtime.tensorrt import open_executor
@@ -269,11 +277,13 @@ def _executor(directory: Path, manifest: Manifest, why_torch: str | None, weight
     return open_executor((directory / PLAN).read_bytes(), manifest, weights, cache)
 
 
-def _why_torch(manifest: Manifest, wanted: str, device: torch.device) -> str | None:
+def _why_torch(manifest: Manifest, options: Options, device: torch.device) -> str | None:
     """Say why torch is to run the engine, None where TensorRT is; raises EngineError where that was requested and cannot be."""
+    wanted = options.executor
     if wanted not in ("auto", "torch", "tensorrt"):
         raise ConfigError(f"executor '{wanted}' is not known", "Choose auto, torch or tensorrt.")
-    reason = "the torch executor was requested" if wanted == "torch" else _why_not_tensorrt(manifest, device)
+    reason = "adapters are loaded, which its plan does not add" if options.adapters else _why_not_tensorrt(manifest, device)
+    reason = "the torch executor was requested" if wanted == "torch" else reason
     if wanted == "tensorrt" and reason is not None:
         raise EngineError(f"TensorRT cannot run this engine here: {reason}", "Leave --executor out: the torch executor runs the same graph.")
     return reason

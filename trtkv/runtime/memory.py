@@ -40,9 +40,9 @@ def claimed_chunk(limits: Limits) -> int:
     return max(1, limits.max_chunk_tokens // 2, limits.max_chunk_tokens - limits.max_batch_size)
 
 
-def captured_bytes(plan: CachePlan, limits: Limits, device: torch.device) -> int:
-    """Return the bytes that captured steps of all batch sizes take, those that select beside those that do not."""
-    steps = limits.max_batch_size * (2 if any(plan.select) else 1)
+def captured_bytes(plan: CachePlan, limits: Limits, device: torch.device, *, adapters: bool = False) -> int:
+    """Return the bytes that captured steps of all batch sizes take, those that select, and that take adapters, beside those that do not."""
+    steps = limits.max_batch_size * (2 if any(plan.select) else 1) * (2 if adapters else 1)
     return steps * plan.num_layers * CAPTURED_BYTES if device.type == "cuda" else 0
 
 

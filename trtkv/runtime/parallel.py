@@ -21,6 +21,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -121,6 +123,11 @@ class LeadingStepper(Stepper):
         except RuntimeError as error:
             raise self._failure(str(error).splitlines()[0]) from None
 
+    def choose_again(self, masks: npt.NDArray[np.int32]) -> Chosen:
+        """Choose the tokens of constrained rows as `Stepper.choose_again` does, in every part."""
+        self.tell("again", masks)
+        return self._own.choose_again(masks)
+
     def tell(self, kind: str, value: object) -> None:
         """Send every other part a message."""
         for follower in self._followers:
@@ -177,7 +184,7 @@ def _watch(sentinels: Sequence[int], leave: Callable[[], None]) -> None:
 def _without_known_pages(row: StepRow, known: dict[int, Pages]) -> StepRow:
     """Leave out a page list that the other side has already: lists of long sequences have thousands of numbers."""
     if known.get(row.slot) is row.pages:
-        return StepRow(row.tokens, row.seen, row.slot, (), row.logits_of, row.prompt)
+        return replace(row, pages=())
     known[row.slot] = row.pages
     return row
 
@@ -186,7 +193,7 @@ def _with_known_pages(row: StepRow, known: dict[int, Pages]) -> StepRow:
     if row.pages:
         known[row.slot] = row.pages
         return row
-    return StepRow(row.tokens, row.seen, row.slot, known.get(row.slot, ()), row.logits_of, row.prompt)
+    return replace(row, pages=known.get(row.slot, ()))
 
 
 def _follow(directory: Path, options: Options, index: int, count: int, store: str, pipe: Connection) -> None:
@@ -210,6 +217,8 @@ def _follow(directory: Path, options: Options, index: int, count: int, store: st
             elif kind == "launch":
                 rows, asks = value
                 engine.stepper.launch([_with_known_pages(row, known) for row in rows], asks)
+            elif kind == "again":
+                engine.stepper.choose_again(value)
             else:
                 engine.stepper.run([_with_known_pages(row, known) for row in value])
     except (EOFError, KeyboardInterrupt):

@@ -72,10 +72,13 @@ class PrefixTree:
         return page
 
 
-def page_keys(tokens: Sequence[int], page_size: int, count: int, known: Sequence[Key] = ()) -> list[Key]:
-    """Name the first count full pages of a sequence, each by its tokens and all before them; known are the first names."""
+def page_keys(tokens: Sequence[int], page_size: int, count: int, known: Sequence[Key] = (), root: Key = b"") -> list[Key]:
+    """Name the first count full pages of a sequence, each by its tokens and all before them; known are the first names.
+
+    root stands before the first page: what else the pages' contents follow from.
+    """
     keys = list(known)
     for page in range(len(keys), count):
         part = np.asarray(tokens[page * page_size : (page + 1) * page_size], np.int32)
-        keys.append(blake2b((keys[-1] if keys else b"") + part.tobytes(), digest_size=16).digest())
+        keys.append(blake2b((keys[-1] if keys else root) + part.tobytes(), digest_size=16).digest())
     return keys

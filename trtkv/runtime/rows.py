@@ -15,6 +15,7 @@ class Executor(Protocol):
     """What runs the graph: the torch executor or TensorRT."""
 
     name: str
+    num_adapters: int  # that rows may take
 
     @property
     def capturable(self) -> bool:
@@ -30,7 +31,8 @@ class StepRow:
     """One sequence in a step: the new tokens, how many tokens came before them, its slot, its pages, and the rows whose logits are needed.
 
     pages are one list for all page groups, or a list of one for each, or those of KV heads that have their own. logits_of counts from the first new
-    token; empty while a prompt is not finished. prompt is the length of the whole prompt, by default what there is once these tokens are in.
+    token; empty while a prompt is not finished. prompt is the length of the whole prompt, by default what there is once these tokens are in. adapter
+    is the number of the LoRA adapter that computes it, -1 for none.
     """
 
     tokens: Sequence[int]
@@ -39,3 +41,4 @@ class StepRow:
     pages: Pages
     logits_of: Sequence[int] = ()
     prompt: int | None = None
+    adapter: int = -1

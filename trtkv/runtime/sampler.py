@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -13,26 +13,30 @@ from torch import Tensor
 
 from plugins.sampling import reference
 from trtkv.errors import EngineError, RequestError
+from trtkv.runtime.grammar import Grammar
 from trtkv.runtime.tokenizer import Detokenizer
 
 if TYPE_CHECKING:
     from trtkv.runtime.tokenizer import Tokenizer
 
 COLDEST = 1e-5  # below this temperature the likeliest token is certain to many digits
+MOST_BIASED = 1024  # entries of a logit_bias
 MOST_TOP_K = 1 << 24  # beyond every vocabulary; whole numbers up to here are exact in fp32
 
 
 class SamplingParams(BaseModel):
-    """How one request is sampled and when it ends; raises RequestError for a value out of range.
+    """How one request is sampled and when it ends, and the loaded LoRA adapter that answers it; raises RequestError for a value out of range.
 
     max_tokens: longest answer; temperature: 0 takes the likeliest token; top_k: draw from the k likeliest (0: all); top_p: draw from the
     likeliest that together have this probability; min_p: draw from those at least this fraction as likely as the likeliest;
     repetition_penalty: divides the logits of tokens in prompt and answer; presence_penalty and frequency_penalty: taken from the logits of
     tokens in the answer, once or for every time; seed: makes draws reproducible; stop: texts that end the answer and are not part of it;
     stop_token_ids: tokens that do; ignore_eos: continue after the end-of-text token; min_tokens: continue after whatever ends an answer until so many
-    are answered; skip_special_tokens: leave them out of the text; logprobs: 1 or more reports log probabilities; top_logprobs:
+    are answered; skip_special_tokens: leave them out of the text, but for shown_tokens; logprobs: 1 or more reports log probabilities; top_logprobs:
     report so many of the likeliest tokens beside each answered one; budget: tokens that each KV head reads in a decode step, at most the
-    engine's; tau: for FreeKV, the mean cosine below which a head selects again (`overrides.check_override` says where these can be had).
+    engine's; tau: for FreeKV, the mean cosine below which a head selects again (`overrides.check_override` says where these can be had); grammar:
+    what the answer must look like, which ends it too; logit_bias: what is added to the logits of tokens, by id, before penalties. Reported log
+    probabilities are the model's own, before all of this.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -45,15 +49,19 @@ class SamplingParams(BaseModel):
     presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
     seed: int | None = None
+    adapter: str | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0)
     skip_special_tokens: bool = True
+    shown_tokens: tuple[int, ...] = ()
     logprobs: int = Field(0, ge=0, le=20)
     top_logprobs: int = Field(0, ge=0, le=20)
     budget: int | None = Field(None, ge=1)
     tau: float | None = Field(None, ge=-1.0, le=1.0, allow_inf_nan=False)
+    grammar: Grammar | None = None
+    logit_bias: tuple[tuple[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]], ...] = ()
 
     def __init__(self, **fields: Any) -> None:
         """Check every field."""
@@ -65,7 +73,8 @@ class SamplingParams(BaseModel):
             if first["type"] == "extra_forbidden":
                 raise RequestError(f"there is no sampling parameter '{name}'", f"There are: {', '.join(type(self).model_fields)}.") from None
             reason = first["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-            raise RequestError(f"{name} is {first['input']!r}", f"It should be {reason}.") from None
+            given = repr(first["input"])
+            raise RequestError(f"{name} is {given if len(given) <= 200 else given[:200] + ' ...'}", f"It should be {reason}.") from None
         if self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", "Lower it, or raise max_tokens.")
 
@@ -82,10 +91,23 @@ class SamplingParams(BaseModel):
             raise ValueError("texts of at least one character")
         return () if value is None else value
 
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _by_id(cls, value: Any) -> Any:
+        pairs = tuple(value.items()) if isinstance(value, Mapping) else value
+        if isinstance(pairs, list | tuple) and len(pairs) > MOST_BIASED:
+            raise ValueError(f"a map of at most {MOST_BIASED} token ids")
+        return () if pairs is None else pairs
+
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is taken."""
         return self.temperature < COLDEST or self.top_k == 1
+
+    @property
+    def constrained(self) -> bool:
+        """Whether some tokens may not come next, or gain or lose score by their ids."""
+        return self.grammar is not None or bool(self.logit_bias)
 
     @property
     def penalizes(self) -> bool:
@@ -109,16 +131,17 @@ def not_finite(what: str) -> EngineError:
 
 
 def choose(
-    logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[Sequence[int]], prompt_lengths: Sequence[int]
+    logits: Tensor, params: Sequence[SamplingParams], histories: Sequence[Sequence[int]], prompt_lengths: Sequence[int], masks: Tensor | None = None
 ) -> tuple[list[int], list[float | None]]:
     """Choose the next token of every sequence from logits [B, V]; -1 where they are not finite.
 
     histories are the tokens of prompt and answer so far, prompt_lengths how many of them are the prompt. Ties go to the lowest id. A draw
-    depends on the logits, the seed and the number of tokens answered, never on the rest of the batch; without a seed it is fresh.
+    depends on the logits, the seed and the number of tokens answered, never on the rest of the batch; without a seed it is fresh. masks [G, W] int32
+    say, for every constrained sequence, which tokens may come next.
     Returns the ids and, where requested, the log probability of each under the model's distribution.
     """
     raw = logits.float()
-    drawn = [row for row, one in enumerate(params) if not one.greedy or one.penalizes]
+    drawn = [row for row, one in enumerate(params) if not one.greedy or one.penalizes or one.constrained]
     ids = raw.argmax(-1).where(raw.amax(-1).isfinite(), -1)
     if drawn:
         index, own = torch.tensor(drawn, device=raw.device), [params[row] for row in drawn]
@@ -130,14 +153,15 @@ def choose(
             rows = [count_tokens(histories[row], prompt_lengths[row], vocab) if params[row].penalizes else plain for row in drawn]
             counts = torch.stack(rows).to(raw.device)
         settings = torch.tensor([settings_of(one) for one in own], dtype=torch.float32, device=raw.device)
-        ids[index] = reference.choose(raw[index], settings, torch.tensor(numbers, dtype=torch.float64, device=raw.device), counts)
+        decided = torch.tensor(numbers, dtype=torch.float64, device=raw.device)
+        ids[index] = reference.choose(raw[index], settings, decided, counts, *_constraints(own, masks, raw))
     found: list[int] = ids.tolist()
     return found, _logprobs(raw, found, [bool(one.logprobs) and id_ >= 0 for one, id_ in zip(params, found, strict=True)])
 
 
 def settings_of(one: SamplingParams) -> list[float]:
     """Return a request's row of the settings that `plugins/sampling` takes: a temperature of 0 takes the likeliest."""
-    flags = reference.PENALIZED * one.penalizes + reference.LOGPROB * bool(one.logprobs)
+    flags = reference.PENALIZED * one.penalizes + reference.LOGPROB * bool(one.logprobs) + reference.BIASED * bool(one.logit_bias)
     penalties = (one.repetition_penalty, one.presence_penalty, one.frequency_penalty)
     return [0.0 if one.greedy else one.temperature, one.min_p, one.top_p, *penalties, float(min(one.top_k, MOST_TOP_K)), float(flags)]
 
@@ -178,13 +202,14 @@ class StopChecker:
             raise RequestError("stop strings need a tokenizer", "Give stop_token_ids instead.")
         ends = () if params.ignore_eos else (*eos_ids, *(tokenizer.eos_ids if tokenizer else ()))
         self._ends = frozenset((*ends, *params.stop_token_ids))
-        self._detokenizer = Detokenizer(tokenizer, skip_special=params.skip_special_tokens) if tokenizer else None
-        self._params, self._count, self._held = params, 0, ""
+        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens, params.shown_tokens) if tokenizer else None
+        self.count = 0  # tokens taken
+        self._params, self._held = params, ""
 
     def push(self, token: int) -> tuple[str, str | None]:
         """Take a token; returns the text that is final with it, and "stop" or "length" when the answer ends."""
-        self._count += 1
-        early = self._count < self._params.min_tokens
+        self.count += 1
+        early = self.count < self._params.min_tokens
         if token in self._ends and not early:
             return self._end("stop")
         new = self._detokenizer.push(token) if self._detokenizer else ""
@@ -193,7 +218,7 @@ class StopChecker:
         text, found = self._scan(new)
         if found:
             return text, "stop"
-        if self._count >= self._params.max_tokens:
+        if self.count >= self._params.max_tokens:
             rest, reason = self._end("length")
             return text + rest, reason
         return text, None
@@ -222,6 +247,20 @@ class StopChecker:
 def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of text that begins stop."""
     return next((size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0)
+
+
+def _constraints(params: Sequence[SamplingParams], masks: Tensor | None, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return masks [B, W] and biases [B, V] of sequences of which some are constrained."""
+    if masks is None:
+        return None, None
+    every = masks.new_full((len(params), masks.shape[1]), -1)
+    every[[row for row, one in enumerate(params) if one.constrained]] = masks
+    if not any(one.logit_bias for one in params):
+        return every.to(logits.device), None
+    biases = torch.zeros(len(params), logits.shape[-1])
+    for row, one in enumerate(params):
+        biases[row, [id_ for id_, _ in one.logit_bias]] = torch.tensor([value for _, value in one.logit_bias])
+    return every.to(logits.device), biases.to(logits.device)
 
 
 def _logprobs(logits: Tensor, ids: list[int], wanted: list[bool]) -> list[float | None]:

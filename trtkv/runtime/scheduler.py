@@ -118,7 +118,7 @@ class Scheduler(ABC):
                 room -= count
                 finished = one.seen + count == len(one.tokens)
                 tokens, last = one.tokens[one.seen : one.seen + count], (count - 1,) if finished else ()
-                yield one, StepRow(tokens, one.seen, one.slot, self._pages(one), last, one.num_prompt)
+                yield one, StepRow(tokens, one.seen, one.slot, self._pages(one), last, one.num_prompt, one.adapter)
 
     def _prepare(self, one: Running, count: int) -> int:
         """Have pages for a sequence's next tokens; returns for how many of them there are."""

@@ -33,7 +33,8 @@ class Left:
 class Running:
     """A prompt on its way: tokens with what was generated so far, and how many of them are in the cache.
 
-    Higher priority runs first; tenant is whose share of the engine it takes. reused counts tokens whose pages another sequence had filled, keys
+    Higher priority runs first; tenant is whose share of the engine it takes. adapter is the number of the LoRA adapter that computes it, -1 for none,
+    and root that adapter's digest, from which the names of its pages follow. reused counts tokens whose pages another sequence had filled, keys
     names its full pages as far as anybody asked, offered counts those offered to others; began_s is when it first got a slot (monotonic
     seconds). pages are those of a cache that grows; where it shrinks, its claim has them. left is what a preempted sequence has in host memory
     beside the pages that it still owns, arriving what is on its way back.
@@ -45,6 +46,8 @@ class Running:
     max_tokens: int
     priority: int = 0
     tenant: str = ""
+    adapter: int = -1
+    root: Key = b""
     seen: int = 0
     slot: int = -1
     pages: list[int] = field(default_factory=list)

@@ -20,7 +20,7 @@ from plugins.cache.pages import HeadPages
 from trtkv.config import Limits
 from trtkv.runtime.device_sampler import PENDING, Ask, Chosen, DeviceSampler
 from trtkv.runtime.graphs import DecodeGraphs
-from trtkv.runtime.inputs import page_table, small_inputs
+from trtkv.runtime.inputs import adapted, adapter_inputs, page_table, small_inputs
 from trtkv.runtime.rows import Executor, StepRow
 
 
@@ -30,6 +30,7 @@ class Stepper:
     sampler: DeviceSampler | None = None
     _graphs: DecodeGraphs | None = None
     _vocab = 0
+    _launched: tuple[Tensor, Sequence[Ask], list[int], Chosen] | None = None  # the last step, where rows of it are chosen again
 
     def __init__(self, executor: Executor, cache: Cache, limits: Limits, rope: Tensor) -> None:
         """Take an executor and its cache; rope is `rope_table`'s result."""
@@ -64,7 +65,7 @@ class Stepper:
     def launch(self, rows: Sequence[StepRow], asks: Sequence[Ask]) -> Chosen:
         """Run one step and choose the next token of every row whose logits are requested (one each), as asks [R] say; does not synchronize.
 
-        A token may be PENDING where its slot's last launched step chose it.
+        A token may be PENDING where its slot's last launched step chose it. Rows that are constrained have their tokens after `choose_again`.
         """
         self._announce(rows)
         sampler = self.sampler = self.sampler or DeviceSampler(self.cache.num_slots, self.cache.device)
@@ -74,7 +75,18 @@ class Stepper:
         else:
             logits = self._choose(rows, asks, sampler)
         self.cache.end_step()
-        return sampler.send(logits, asks)
+        chosen = sampler.send(logits, asks)
+        held = any(ask.again is not None for ask in asks)
+        self._launched = (logits, asks, [row.slot for row in rows if row.logits_of], chosen) if held else None
+        return chosen
+
+    @torch.inference_mode()
+    def choose_again(self, masks: npt.NDArray[np.int32]) -> Chosen:
+        """Choose the tokens of the constrained rows of the step launched last, by masks [G, W] of what may come next; does not synchronize."""
+        assert self._launched is not None and self.sampler is not None, "a step with constrained rows was launched"
+        logits, asks, slots, before = self._launched
+        self._launched = None
+        return self.sampler.choose_again(logits, asks, slots, masks, before)
 
     def _choose(self, rows: Sequence[StepRow], asks: Sequence[Ask], sampler: DeviceSampler) -> Tensor:
         inputs = self._inputs(rows)
@@ -106,6 +118,7 @@ class Stepper:
     def _inputs(self, rows: Sequence[StepRow]) -> dict[str, Tensor]:
         groups = self.cache.plan.num_page_groups
         values = {**small_inputs(rows, groups, self.cache.stored_lens()), "page_table": page_table(rows, groups, self._width)}
+        values |= adapter_inputs(rows) if adapted(rows) else {}
         return {**self._fixed, **{name: self._moved(value) for name, value in values.items()}}
 
     def _moved(self, values: npt.NDArray[Any]) -> Tensor:

@@ -113,6 +113,8 @@ class TensorrtExecutor:
             for name, tensor in bindings.items():
                 self._bind(name, tensor)
 
+    num_adapters = 0
+
     @property
     def capturable(self) -> bool:
         """A step goes through TensorRT's launches."""

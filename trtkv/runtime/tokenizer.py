@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -47,6 +47,16 @@ class Tokenizer:
         """Tokens that the tokenizer knows, added ones included; a model's vocabulary may be padded beyond."""
         return int(self._inner.get_vocab_size(with_added_tokens=True))
 
+    @property
+    def json(self) -> str:
+        """The tokenizer as tokenizer.json has it."""
+        return str(self._inner.to_str())
+
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """Ids of special tokens, which no text is encoded to, by their names."""
+        return {token.content: id_ for id_, token in self._inner.get_added_tokens_decoder().items() if token.special}
+
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Return the token ids of a text.
 
@@ -73,23 +83,24 @@ class Tokenizer:
         return str(self._inner.decode(list(ids), skip_special_tokens=skip_special))
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, variables: Mapping[str, Any] = MappingProxyType({})
-    ) -> str:
-        """Render messages (dicts with role and content) to a prompt with the checkpoint's chat template, which may know further variables.
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True, variables: Mapping[str, Any] = MappingProxyType({}),
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:  # fmt: skip
+        """Render messages (dicts with role and content) to a prompt with the checkpoint's chat template, which may know tools and further variables.
 
         Raises RequestError when there is no template or it refuses the messages.
         """
         from jinja2 import TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template  # 0.6 s, which plain prompts need not pay
 
-        if not self._template:
+        if not self.template:
             raise RequestError(f"'{self.path}' has no chat template", "Use an instruct model, or give a plain prompt.")
         conversation: list[Any] = list(messages)
-        options: dict[str, Any] = {"chat_template": self._template, "add_generation_prompt": add_generation_prompt, **self.special}
+        options: dict[str, Any] = {"chat_template": self.template, "add_generation_prompt": add_generation_prompt, **self.special}
         taken = {*options, *RENDERED} & set(variables)
         if taken:
             raise RequestError(f"the chat template's variable '{min(taken)}' is not the request's to set", "Leave it out.")
-        options |= variables
+        options |= {**variables, "tools": [dict(one) for one in tools] or None}
         try:
             texts, _ = render_jinja_template([conversation], **options)  # type: ignore[str-unpack]
         except TemplateSyntaxError as error:
@@ -124,10 +135,11 @@ class Tokenizer:
 
     @cached_property
     def _hidden(self) -> frozenset[int]:
-        return frozenset(id_ for id_, token in self._inner.get_added_tokens_decoder().items() if token.special)
+        return frozenset(self.special_ids.values())
 
     @cached_property
-    def _template(self) -> str | None:
+    def template(self) -> str | None:
+        """The checkpoint's chat template."""
         file = self.path / "chat_template.jinja"
         if file.is_file():
             return file.read_text(encoding="utf-8")
@@ -154,9 +166,9 @@ class Detokenizer:
     Everything returned, with `flush` at the end, joins to exactly `decode` of all tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True) -> None:
-        """Begin a text."""
-        self._tokenizer, self._skip_special = tokenizer, skip_special
+    def __init__(self, tokenizer: Tokenizer, skip_special: bool = True, shown: Collection[int] = ()) -> None:
+        """Begin a text; shown are special tokens that are part of it all the same."""
+        self._tokenizer, self._skip_special, self._shown = tokenizer, skip_special and not shown, frozenset(shown if skip_special else ())
         self._window: list[int] = []  # tokens that are decoded together: context, then those not yet returned in full
         self._context = 0
         self._sent = 0
@@ -164,6 +176,8 @@ class Detokenizer:
 
     def push(self, id_: int) -> str:
         """Take a token; returns the text that is final with it, often empty."""
+        if self._shown and id_ not in self._shown and self._tokenizer.is_hidden(id_):
+            return ""
         self._window.append(id_)
         if self._tokenizer.byte_ids and not (self._skip_special and self._tokenizer.is_hidden(id_)):
             self._in_bytes = id_ in self._tokenizer.byte_ids

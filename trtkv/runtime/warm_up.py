@@ -17,23 +17,27 @@ def warm_up(batcher: Batcher, report: Callable[[float], None] = lambda fraction:
         return
     cache, count = batcher.engine.cache, min(limits.max_batch_size, limits.max_seq_len - len(SHORTEST))
     _answer(batcher, [[0] * min(limits.max_chunk_tokens, limits.max_seq_len - 1)], [1])
-    forms = (False, True) if any(cache.plan.select) else (False,)
-    for index, selects in enumerate(forms):
+    adapters = (None, *batcher.engine.adapters.names[:1])  # which one takes part changes no step
+    forms = [(selects, adapter) for selects in ((False, True) if any(cache.plan.select) else (False,)) for adapter in adapters]
+    for index, (selects, adapter) in enumerate(forms):
 
         def progress(steps: int, done: int = index) -> None:
             report((done + min(1.0, steps / count)) / len(forms))
 
         cache.always_selects = selects
         try:  # answers of 2, 3, 4 ... tokens leave one sequence less in each step
-            _answer(batcher, [SHORTEST] * count, range(2, count + 2), progress)
+            _answer(batcher, [SHORTEST] * count, range(2, count + 2), progress, adapter)
         finally:
             cache.always_selects = False
     batcher.evicted_tokens = 0.0
 
 
-def _answer(batcher: Batcher, prompts: Sequence[Sequence[int]], lengths: Sequence[int], report: Callable[[int], None] = lambda steps: None) -> None:
+def _answer(
+    batcher: Batcher, prompts: Sequence[Sequence[int]], lengths: Sequence[int], report: Callable[[int], None] = lambda steps: None,
+    adapter: str | None = None,
+) -> None:  # fmt: skip
     """Answer prompts with so many tokens; penalties are requested, because what counts their tokens belongs to a captured step."""
-    params = [SamplingParams(max_tokens=length, ignore_eos=True, presence_penalty=1.0) for length in lengths]
+    params = [SamplingParams(max_tokens=length, ignore_eos=True, presence_penalty=1.0, adapter=adapter) for length in lengths]
     call, steps = batcher.submit(prompts, params), 0
     try:
         while call.open:

@@ -28,6 +28,7 @@ from trtkv.errors import TrtkvError
 from trtkv.serve.account import Account, Accounts
 from trtkv.serve.backend import Backend
 from trtkv.serve.body import Bodies, Read
+from trtkv.serve.chat import Parsers
 from trtkv.serve.errors import KINDS, ApiError, Failure, Unavailable
 from trtkv.serve.keys import KeyRing
 from trtkv.serve.metrics import Prometheus, merge
@@ -43,13 +44,14 @@ PROBE_S = 10.0  # a probe that takes longer says "not ready"
 class Settings:
     """What the front lets in: keys (none: all clients), origins of web pages, bytes of a body, names of this host (none: any).
 
-    keys replaces api_keys where there is a file of keys; read_s is the time for a request's head, and for its body.
+    parsers say how answers are read; keys replaces api_keys where there is a file of keys; read_s is the time for a request's head, and for its body.
     """
 
     api_keys: Sequence[str] = ()
     origins: Sequence[str] = ()
     max_body_bytes: int = 4 << 20
     hosts: Sequence[str] = ()
+    parsers: Parsers = Parsers()  # noqa: RUF009 (frozen)
     keys: KeyRing | None = None
     read_s: float = 30.0
     traces: Traces | None = None
@@ -57,7 +59,7 @@ class Settings:
 
 def make_app(backends: Mapping[str, Backend], metrics: Prometheus, settings: Settings = Settings(), **more: Any) -> FastAPI:
     """Make the application; more is passed to FastAPI, such as lifespan."""
-    api, own = OpenAI(backends), Own(backends, metrics)
+    api, own = OpenAI(backends, settings.parsers), Own(backends, metrics)
     around = [Middleware(Accounts, metrics=metrics, traces=settings.traces)]
     if settings.origins:
         around.append(Middleware(CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["GET", "POST"], allow_headers=["*"]))
@@ -79,6 +81,8 @@ def make_app(backends: Mapping[str, Backend], metrics: Prometheus, settings: Set
     streams: Any = {"responses": {200: {"content": {"text/event-stream": {}}}}, **keyed}
     app.add_api_route("/v1/chat/completions", api.chat, methods=["POST"], **streams)
     app.add_api_route("/v1/completions", api.completions, methods=["POST"], **streams)
+    app.add_api_route("/v1/responses", api.responses, methods=["POST"], **streams)
+    app.add_api_route("/v1/embeddings", api.embeddings, methods=["POST"], **keyed)
     app.add_api_route("/tokenize", api.tokenize, methods=["POST"], **keyed)
     app.add_api_route("/detokenize", api.detokenize, methods=["POST"], **keyed)
     for path, answer, about in (
@@ -130,7 +134,13 @@ class Own:
         rows = []
         for name, one in self.backends.items():
             limits = one.facts.limits
-            facts = {"model": name, "policy": one.facts.policy, "max_seq_len": limits.max_seq_len, "max_batch_size": limits.max_batch_size}
+            facts = {
+                "model": name,
+                "parent": one.facts.parent,
+                "policy": one.facts.policy,
+                "max_seq_len": limits.max_seq_len,
+                "max_batch_size": limits.max_batch_size,
+            }
             rows.append({**facts, **await one.status()})
         return {"engines": rows}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from trtkv.config import Limits
@@ -25,13 +25,14 @@ PROBE = SamplingParams(max_tokens=1, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the front knows of an engine without a request to it."""
+    """What the front knows of an engine without a request to it; parent is the engine of an adapter."""
 
     name: str
     policy: str
     limits: Limits
     vocab_size: int
     created_s: int
+    parent: str | None = None
 
     @staticmethod
     def of(name: str, manifest: Manifest, created_s: int) -> Facts:
@@ -185,6 +186,41 @@ class LocalBackend:
         if ended:
             self._llm.close()
         return ended
+
+
+class AdapterBackend:
+    """A LoRA adapter of an engine as a model of its own; the engine's own backend answers, and ends it."""
+
+    def __init__(self, engine: Backend, name: str) -> None:
+        """Name one of an engine's adapters."""
+        self._engine, self.tokenizer = engine, engine.tokenizer
+        self.facts = replace(engine.facts, name=name, parent=engine.facts.name)
+
+    async def ask(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int = 0, tenant: str = "") -> Answer:
+        """Queue a request that the adapter answers; raises RequestError, Busy or Unavailable."""
+        own = [one.model_copy(update={"adapter": self.facts.name}) for one in params]
+        return await self._engine.ask(prompts, own, priority, tenant)
+
+    async def status(self) -> dict[str, Any]:
+        """Return the engine's gauges."""
+        return await self._engine.status()
+
+    async def probe(self) -> None:
+        """Generate one token, unless the engine has just done so."""
+        await self._engine.probe()
+
+    async def metrics(self) -> bytes:
+        """Return nothing: the engine counts its adapters' requests."""
+        return b""
+
+    async def close(self, drain_s: float) -> bool:
+        """Leave the engine to its own backend."""
+        return True
+
+
+def with_adapters(engine: Backend, names: Sequence[str]) -> dict[str, Backend]:
+    """Return an engine's backend and those of its adapters, by name."""
+    return {engine.facts.name: engine, **{name: AdapterBackend(engine, name) for name in names}}
 
 
 def _hand_out(batch: list[tuple[Ticket, list[Event]]]) -> None:

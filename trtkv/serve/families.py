@@ -46,6 +46,7 @@ FAMILIES = {
         Metric("trtkv:prompt_tokens_total", "counter", "Prompt tokens of finished requests."),
         Metric("trtkv:generation_tokens_total", "counter", "Generated tokens."),
         Metric("trtkv:request_success_total", "counter", "Finished sequences.", ("finished_reason",)),
+        Metric("trtkv:adapter_requests_total", "counter", "Finished sequences that a LoRA adapter answered.", ("adapter",)),
         Metric("trtkv:engine_steps_total", "counter", "Steps."),
         Metric("trtkv:engine_failed_steps_total", "counter", "Steps that failed; their sequences were answered with an error."),
         Metric("trtkv:engine_info", "gauge", "1, with what the engine is.", ("policy", "executor", "version")),

@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi.exceptions import RequestValidationError
@@ -18,12 +19,16 @@ from transformers.utils import chat_template_utils  # noqa: F401 (imported with 
 
 from trtkv.errors import RequestError
 from trtkv.runtime.batcher import Event
+from trtkv.runtime.sampler import SamplingParams
 from trtkv.serve.account import Account
-from trtkv.serve.answers import Shape, dump, sse, usage
+from trtkv.serve.answers import ChatShape, CompletionShape, Counts, Shape, dump
 from trtkv.serve.backend import Answer, Backend, NoAnswer, tokenizer_of
+from trtkv.serve.chat import Parsers, chars_of, read_conversation, render
 from trtkv.serve.errors import ApiError, describe, status_of
 from trtkv.serve.prompts import aside, encode
-from trtkv.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest, refusal, user_error
+from trtkv.serve.responses import ResponseShape
+from trtkv.serve.responses_schema import ResponsesRequest, chat_of
+from trtkv.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest, EmbeddingRequest, Generation, TokenizeRequest, refusal, user_error
 
 Body = TypeVar("Body", bound=Generation)
 AT_ONCE = 128  # events of one answer that are written together: those of a slow reader may be thousands
@@ -34,21 +39,26 @@ log = logging.getLogger("trtkv.serve")
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request ready for its engine: one prompt in tokens and one way of sampling for every answer."""
+    """A request ready for its engine: one prompt in tokens for every answer, of default_tokens at most where the request names no number.
+
+    sampled adds to how an answer is sampled what its prompt decides.
+    """
 
     backend: Backend
     body: Generation
     shape: Shape
     prompts: Sequence[Sequence[int]]
     prompt_tokens: int
+    default_tokens: int
+    sampled: Callable[[SamplingParams], SamplingParams] = lambda params: params
 
 
 class OpenAI:
     """The API's endpoints."""
 
-    def __init__(self, backends: Mapping[str, Backend]) -> None:
-        """Serve engines by name."""
-        self.backends = backends
+    def __init__(self, backends: Mapping[str, Backend], parsers: Parsers) -> None:
+        """Serve engines by name; parsers say how their answers are read."""
+        self.backends, self.parsers = backends, parsers
 
     async def models(self) -> dict[str, Any]:
         """List what is served."""
@@ -60,7 +70,16 @@ class OpenAI:
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         """Answer a conversation, whole or as a stream."""
-        return await self._answer(request, body, _read_chat)
+        return await self._answer(request, body, partial(_read_chat, parsers=self.parsers))
+
+    async def responses(self, request: Request, body: ResponsesRequest) -> Response:
+        """Answer a conversation in the form of the Responses API; nothing of it is stored."""
+        return await self._answer(request, chat_of(body), partial(_read_response, given=body, parsers=self.parsers))
+
+    async def embeddings(self, body: EmbeddingRequest) -> Response:
+        """Refuse: no checkpoint of the supported model families is an embedding model."""
+        name = self.find(body.model).facts.name
+        raise ApiError(400, f"'{name}' is no embedding model: its engine returns tokens", "Use a server for embedding models.", param="model")
 
     async def completions(self, request: Request, body: CompletionRequest) -> Response:
         """Continue texts, whole or as streams."""
@@ -69,15 +88,16 @@ class OpenAI:
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """Return the tokens of a text or of a conversation, as this server would feed them to the engine."""
         backend = self.find(body.model)
-        messages = [one.plain() for one in body.messages or ()]
+        messages, tools = body.messages or [], body.tools or []
 
         def read() -> list[int]:
             if body.prompt is not None:
                 return encode(backend, body.prompt, body.add_special_tokens)
-            return encode(backend, tokenizer_of(backend).chat(messages, body.add_generation_prompt, body.chat_template_kwargs or {}))
+            variables = body.chat_template_kwargs or {}
+            return encode(backend, render(tokenizer_of(backend), messages, tools, body.add_generation_prompt, variables))
 
         try:
-            tokens = await aside(read, len(body.prompt or "") + sum(len(one["content"]) for one in messages))
+            tokens = await aside(read, len(body.prompt or "") + chars_of(messages, tools))
         except RequestError as error:
             raise user_error(error) from None
         return {"count": len(tokens), "max_model_len": backend.facts.limits.max_seq_len, "tokens": tokens}
@@ -89,8 +109,9 @@ class OpenAI:
 
     def find(self, name: str | None) -> Backend:
         """Return an engine by name; raises ApiError (404)."""
-        if name is None and len(self.backends) == 1:
-            return next(iter(self.backends.values()))
+        engines = [one for one in self.backends.values() if one.facts.parent is None]
+        if name is None and len(engines) == 1:
+            return engines[0]
         if name is None:
             raise ApiError(400, "no model is named", f"Served are: {', '.join(self.backends)}.", param="model")
         if name not in self.backends:
@@ -102,28 +123,30 @@ class OpenAI:
         try:
             asked = await read(self.find(body.model), body)
             count = len(asked.prompts)
-            Account.of(request.scope).ask(asked.backend.facts.name, "chat" if asked.shape.chat else "text_completion", asked.prompt_tokens)
-            default = asked.backend.facts.limits.max_seq_len if asked.shape.chat else COMPLETION_TOKENS
-            if body.limit(default) == 0:
+            operation = "text_completion" if isinstance(asked.shape, CompletionShape) else "chat"
+            Account.of(request.scope).ask(asked.backend.facts.name, operation, asked.prompt_tokens)
+            if body.limit(asked.default_tokens) == 0:
                 return Reply(asked, NoAnswer(count))
             tokenizer = asked.backend.tokenizer
-            params = [body.sampling(default, index % body.count, tokenizer.sampling if tokenizer else {}) for index in range(count)]
+            defaults = tokenizer.sampling if tokenizer else {}
+            params = [asked.sampled(body.sampling(asked.default_tokens, index % body.count, defaults)) for index in range(count)]
             answer: Answer = await asked.backend.ask(asked.prompts, params, body.priority, request.scope.get(TENANT) or body.user or "")
         except RequestError as error:
             raise user_error(error) from None
         return Reply(asked, answer)
 
 
-async def _read_chat(backend: Backend, body: ChatRequest) -> Asked:
-    tokenizer = tokenizer_of(backend)
-    messages = [one.plain() for one in body.messages]
+async def _read_chat(backend: Backend, body: ChatRequest, parsers: Parsers) -> Asked:
+    talk = await read_conversation(backend, body, parsers)
+    readers = [talk.reader() for _ in range(body.count)]
+    shape = ChatShape(f"chatcmpl-{uuid.uuid4().hex}", backend.facts.name, int(time.time()), talk.tokenizer, bool(body.logprobs), readers)
+    return Asked(backend, body, shape, [talk.tokens] * body.count, len(talk.tokens), backend.facts.limits.max_seq_len, talk.sampled)
 
-    def read() -> list[int]:
-        return encode(backend, tokenizer.chat(messages, body.add_generation_prompt, body.chat_template_kwargs or {}))
 
-    tokens = await aside(read, sum(len(one["content"]) for one in messages))
-    shape = Shape(True, f"chatcmpl-{uuid.uuid4().hex}", backend.facts.name, int(time.time()), tokenizer, bool(body.logprobs))
-    return Asked(backend, body, shape, [tokens] * body.count, len(tokens))
+async def _read_response(backend: Backend, body: ChatRequest, given: ResponsesRequest, parsers: Parsers) -> Asked:
+    talk = await read_conversation(backend, body, parsers)
+    shape = ResponseShape(backend.facts.name, int(time.time()), given, talk.reader())
+    return Asked(backend, body, shape, [talk.tokens], len(talk.tokens), backend.facts.limits.max_seq_len, talk.sampled)
 
 
 async def _read_completion(backend: Backend, body: CompletionRequest) -> Asked:
@@ -134,9 +157,10 @@ async def _read_completion(backend: Backend, body: CompletionRequest) -> Asked:
 
     tokens = await aside(read, sum(map(len, given)))
     echo = [text for one in given for text in [_text(backend, one)] * body.count] if body.echo else []
-    shape = Shape(False, f"cmpl-{uuid.uuid4().hex}", backend.facts.name, int(time.time()), backend.tokenizer, body.logprobs is not None, echo)
+    name, now, id_ = backend.facts.name, int(time.time()), f"cmpl-{uuid.uuid4().hex}"
+    shape = CompletionShape(id_, name, now, backend.tokenizer, body.logprobs is not None, echo)
     prompts = [one for one in tokens for _ in range(body.count)]
-    return Asked(backend, body, shape, prompts, sum(map(len, tokens)))
+    return Asked(backend, body, shape, prompts, sum(map(len, tokens)), COMPLETION_TOKENS)
 
 
 def _text(backend: Backend, prompt: str | list[int]) -> str:
@@ -185,35 +209,32 @@ class Reply(Response):
                 own[one.request].append(one)
             self._count(events)
             events = await self.answer.next()
-        body = dump(self.asked.shape.whole(own, self._usage()))
+        body = dump(self.asked.shape.whole(own, self._counts()))
         await send(_start(200, b"application/json", (b"content-length", str(len(body)).encode())))
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, events: list[Event], send: Send) -> None:
         shape, options = self.asked.shape, self.asked.body.stream_options
         await send(_start(200, b"text/event-stream; charset=utf-8", (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")))
-        opening = b"".join(sse(one) for one in shape.first(len(self.asked.prompts)))
+        opening = shape.begin(len(self.asked.prompts))
         while events:
             events, later = events[:AT_ONCE], events[AT_ONCE:]
             self._count(events)
             good = [one for one in events if one.error is None]
-            counted = {"usage": self._usage()} if options is not None and options.continuous_usage_stats else {}
-            chunks = [sse({**one, **counted}) for one in shape.chunks(good)]
-            errors = [sse(describe(one.error)) for one in events if one.error is not None]
-            data = opening + b"".join(chunks + errors)
+            chunks = shape.more(good, self._counts() if options is not None and options.continuous_usage_stats else None)
+            data = opening + chunks + b"".join(shape.fail(one.error) for one in events if one.error is not None)
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
             opening = b""
             events = later or await self.answer.next()
-        last = sse(shape.usage_chunk(self._usage())) if options is not None and options.include_usage else b""
-        await send({"type": "http.response.body", "body": last + b"data: [DONE]\n\n"})
+        await send({"type": "http.response.body", "body": shape.end(self._counts() if options is not None and options.include_usage else None)})
 
     def _count(self, events: Sequence[Event]) -> None:
         self.account.answer_tokens += sum(one.token_id is not None for one in events)
         self.account.reasons += [one.finish_reason for one in events if one.finish_reason is not None]
 
-    def _usage(self) -> dict[str, Any]:
-        return usage(self.asked.prompt_tokens, self.account.answer_tokens, self.answer.cached_tokens)
+    def _counts(self) -> Counts:
+        return Counts(self.asked.prompt_tokens, self.answer.cached_tokens, self.account.answer_tokens)
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -228,7 +249,7 @@ def _start(status: int, kind: bytes, *more: tuple[bytes, bytes]) -> Message:
 def _model(backend: Backend) -> dict[str, Any]:
     facts = backend.facts
     return {
-        "id": facts.name, "object": "model", "created": facts.created_s, "owned_by": "trtkv", "root": facts.name, "parent": None,
+        "id": facts.name, "object": "model", "created": facts.created_s, "owned_by": "trtkv", "root": facts.name, "parent": facts.parent,
         "max_model_len": facts.limits.max_seq_len, "policy": facts.policy,
     }  # fmt: skip
 

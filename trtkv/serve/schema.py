@@ -12,6 +12,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from trtkv.errors import RequestError
 from trtkv.runtime.sampler import SamplingParams
 from trtkv.serve.errors import ApiError
+from trtkv.serve.schema_tools import Tool, ToolCall, ToolChoice, check_tools
 
 INT64 = 2**63 - 1
 Text = Annotated[str, Field(min_length=1, max_length=256)]
@@ -66,16 +67,20 @@ class Part(Strict):
 
 
 class Message(BaseModel):
-    """One message; fields beside role and content reach the chat template."""
+    """One message; fields beside these reach the chat template too."""
 
     model_config = ConfigDict(extra="allow", strict=True)
     role: str = Field(min_length=1, max_length=64)
     content: str | Annotated[list[Part], Field(fail_fast=True, max_length=4096)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=4096)] | None = None
+    tool_call_id: str | None = Field(None, max_length=256)
 
     def plain(self) -> dict[str, Any]:
         """Return the message as chat templates read it, with content as one text."""
         content = self.content if isinstance(self.content, str | None) else "".join(part.text or "" for part in self.content)
-        return {**(self.model_extra or {}), "role": self.role, "content": content if content is not None else ""}
+        calls = {"tool_calls": [one.model_dump() for one in self.tool_calls]} if self.tool_calls else {}
+        answered = {"tool_call_id": self.tool_call_id} if self.tool_call_id is not None else {}
+        return {**(self.model_extra or {}), "role": self.role, "content": content if content is not None else "", **calls, **answered}
 
 
 class Generation(Strict):
@@ -164,8 +169,9 @@ class ChatRequest(Generation):
     top_logprobs: int | None = Field(None, ge=0, le=20)
     response_format: TextFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    tools: Unserved = None
-    tool_choice: Annotated[Any, AfterValidator(neutral("none", "auto"))] = None
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=128)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     functions: Unserved = None
     function_call: Annotated[Any, AfterValidator(neutral("none", "auto"))] = None
     modalities: Annotated[Any, AfterValidator(neutral(["text"]))] = None
@@ -188,6 +194,7 @@ class ChatRequest(Generation):
             raise ValueError("top_logprobs need logprobs: true")
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ")
+        check_tools(self.tools, self.tool_choice)
         return self
 
 
@@ -233,6 +240,7 @@ class TokenizeRequest(Strict):
     messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4096)] | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=128)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
@@ -240,6 +248,13 @@ class TokenizeRequest(Strict):
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         return self
+
+
+class EmbeddingRequest(Strict):
+    """The body of /v1/embeddings, of which only the model matters: none can do it."""
+
+    model: str | None = None
+    input: Any = None
 
 
 class DetokenizeRequest(Strict):

@@ -244,6 +244,8 @@ class Service:
         assert ticket.call is not None
         prompt, generated = len(ticket.prompts[index]), ticket.call.members[index].num_generated
         self.metrics.inc("trtkv:request_success_total", finished_reason=event.finish_reason)
+        if (adapter := ticket.params[index].adapter) is not None:
+            self.metrics.inc("trtkv:adapter_requests_total", adapter=adapter)
         self.metrics.inc("trtkv:prompt_tokens_total", prompt)
         self.metrics.observe("trtkv:e2e_request_latency_seconds", now - ticket.arrived_s)
         self.metrics.observe("trtkv:request_prompt_tokens", prompt)

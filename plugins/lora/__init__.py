@@ -1,0 +1,1 @@
+"""What LoRA adapters add to products, for tokens of several adapters in one step."""

@@ -1,0 +1,131 @@
+"""Grammars compiled for one tokenizer, and where each answer is in its own: which tokens may come next, as bits.
+
+llguidance does both. It compiles in milliseconds, computes masks when they are needed, and bounds the work and the memory of each.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trtkv.errors import EngineError, RequestError
+from trtkv.runtime.grammar import Grammar
+from trtkv.runtime.lark import to_lark
+
+if TYPE_CHECKING:
+    from trtkv.runtime.tokenizer import Tokenizer
+
+Masks = npt.NDArray[np.int32]
+LONGEST = 1 << 16  # characters of a grammar: a schema with so many names compiles in a third of a second
+KEPT = 64  # compiled grammars
+LEXER_STATES = 20_000  # of one answer, each of one to two kilobytes
+
+
+class Matcher:
+    """Where one answer is in its grammar."""
+
+    def __init__(self, inner: Any) -> None:
+        """Begin an answer with llguidance's matcher, which nobody else has."""
+        self.inner = inner
+
+    def push(self, token: int) -> None:
+        """Take the answer's next token; raises EngineError where the grammar does not allow it."""
+        if not self.inner.consume_token(token) or self.inner.is_error():  # one that has failed takes the end of text
+            raise EngineError(f"the grammar cannot continue: {_line(self.inner.get_error())}", "Simplify it.")
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing may follow."""
+        return bool(self.inner.is_stopped())
+
+
+class Grammars:
+    """Compiles grammars for a tokenizer and keeps those used last; safe from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Iterable[int]) -> None:
+        """Take a tokenizer, the vocabulary of its model, which may be larger or smaller, and the ids that end an answer."""
+        self._tokenizer, self._size, self._ends = tokenizer, max(vocab_size, tokenizer.vocab_size), sorted(set(ends))
+        self._lock, self._kept = threading.Lock(), OrderedDict[Grammar, Any]()
+
+    @property
+    def words(self) -> int:
+        """W: words of a mask, of 32 tokens each."""
+        return -(-self._size // 32)
+
+    def compile(self, grammar: Grammar) -> Any:
+        """Return a compiled grammar; raises RequestError that names what is wrong with it or not supported."""
+        with self._lock:
+            if grammar in self._kept:
+                self._kept.move_to_end(grammar)
+                return self._kept[grammar]
+        if len(grammar.text) > LONGEST:
+            raise RequestError(f"the grammar has {len(grammar.text)} characters, {LONGEST} are taken", "Shorten it.")
+        compiled = self._compile(grammar)
+        with self._lock:
+            self._kept[grammar] = compiled
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return compiled
+
+    def begin(self, grammar: Grammar) -> Matcher:
+        """Begin an answer."""
+        return Matcher(self.compile(grammar).deep_copy())
+
+    def fill(self, rows: Sequence[int], matchers: Sequence[Matcher], masks: Masks) -> None:
+        """Write which tokens may come next to rows of masks [G, W] int32, contiguous: bit i % 32 of word i // 32 for token i.
+
+        The answer of a matcher that fails here gets any token, and fails when it is pushed.
+        """
+        if len(rows) == 1:
+            matchers[0].inner.unsafe_compute_mask_ptr(masks[rows[0]].ctypes.data, self.words * 4)
+        elif rows:
+            tasks = [(one.inner, row) for one, row in zip(matchers, rows, strict=True)]
+            self._threads.unsafe_compute_mask_ptr(tasks, masks.ctypes.data, self.words * 4, len(masks))
+
+    def without_ends(self, mask: Masks) -> None:
+        """Take the tokens that end an answer from a mask [W], unless nothing else is allowed."""
+        others = mask & self._not_ends
+        if others.any():
+            mask[:] = others
+
+    def _compile(self, grammar: Grammar) -> Any:
+        library, tokens = self._library, self._tokens
+        lark = to_lark(grammar, self._tokenizer.special_ids)
+        limits = library.LLParserLimits(max_lexer_states=LEXER_STATES, verbose_errors=False)
+        compiled = library.LLMatcher(tokens, lark, log_level=0, limits=limits)
+        if compiled.is_error():
+            fix = "Simplify that part; docs/serving.md says what is supported."
+            raise RequestError(f"the {grammar.kind.replace('_', ' ')} cannot be used: {_line(compiled.get_error())}", fix)
+        return compiled
+
+    @cached_property
+    def _library(self) -> Any:
+        try:
+            import llguidance
+        except ImportError:
+            raise RequestError("structured output needs llguidance", "pip install 'trtkv[grammar]'") from None
+        return llguidance
+
+    @cached_property
+    def _tokens(self) -> Any:
+        return self._library.LLTokenizer(self._tokenizer.json, n_vocab=self._size, eos_token=self._ends or None)
+
+    @cached_property
+    def _threads(self) -> Any:
+        return self._library.LLExecutor()
+
+    @cached_property
+    def _not_ends(self) -> Masks:
+        bits = np.ones(self.words * 32, np.uint8)
+        bits[self._ends] = 0
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())[:200]

@@ -1,0 +1,118 @@
+"""A conversation on its way to an engine: rendered with its tools, with how its answers are read and what they must look like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trtkv.errors import RequestError, UnknownName
+from trtkv.runtime.sampler import SamplingParams
+from trtkv.runtime.tokenizer import Tokenizer
+from trtkv.serve.backend import Backend, tokenizer_of
+from trtkv.serve.prompts import aside, encode
+from trtkv.serve.reading.calls import CallFormat, Calls
+from trtkv.serve.reading.grammar import after_reasoning, grammar_of_calls
+from trtkv.serve.reading.reader import Reader
+from trtkv.serve.reading.registry import AUTO, NONE, call_format, call_formats, thought_format, thought_formats
+from trtkv.serve.reading.templates import plain_calls, tool_use
+from trtkv.serve.reading.thoughts import ThoughtFormat, Thoughts
+from trtkv.serve.schema import ChatRequest, Message
+from trtkv.serve.schema_tools import NamedTool, Tool
+
+
+@dataclass(frozen=True, slots=True)
+class Parsers:
+    """Which formats of calls and of reasoning answers are read in: auto (as the chat template shows), none, or a name."""
+
+    calls: str = AUTO
+    reasoning: str = AUTO
+
+    @staticmethod
+    def checked(calls: str, reasoning: str) -> Parsers:
+        """Take a command's options; raises UnknownName for a format that there is not."""
+        for kind, name, known in (("tool parser", calls, call_formats()), ("reasoning parser", reasoning, thought_formats())):
+            if name not in (AUTO, NONE, *known):
+                raise UnknownName(kind, name, [AUTO, NONE, *known])
+        return Parsers(calls, reasoning)
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """A rendered conversation: its tokens, and the formats in which its answers are read; opened where the prompt ends inside the reasoning."""
+
+    body: ChatRequest
+    tokens: list[int]
+    tokenizer: Tokenizer
+    calls: CallFormat | None
+    thoughts: ThoughtFormat | None
+    opened: bool
+
+    def reader(self) -> Reader:
+        """Return what reads one answer."""
+        calls, most = None, 1 if self.body.parallel_tool_calls is False or isinstance(self.body.tool_choice, NamedTool) else None
+        if self.calls is not None:
+            calls = Calls(self.calls, [one.function.name for one in self.body.tools or ()], most)
+        return Reader(Thoughts(self.thoughts, self.opened) if self.thoughts else None, calls)
+
+    def sampled(self, params: SamplingParams) -> SamplingParams:
+        """Return how an answer is sampled: what its reader looks for stays in the text, and forced or strict calls obey their schemas.
+
+        Raises RequestError for what cannot be had together.
+        """
+        calls = grammar_of_calls(self.calls, self.body) if self.calls else None
+        if calls is not None and params.grammar is not None:
+            raise RequestError("the answer must be a call and have another format", "Leave one of tool_choice, strict and the format out.")
+        grammar = calls or params.grammar
+        if grammar is not None and self.thoughts is not None and self.opened:
+            grammar = after_reasoning(grammar, self.thoughts.closer, self.tokenizer.special_ids)
+        return params.model_copy(update={"shown_tokens": self._shown(), "grammar": grammar})
+
+    def _shown(self) -> tuple[int, ...]:
+        signs = [*((self.thoughts.opener, self.thoughts.closer) if self.thoughts else ())]
+        signs += (*self.calls.openers, *self.calls.closers, *self.calls.marks) if self.calls else ()
+        return tuple(sorted({self.tokenizer.special_ids[one] for one in signs if one in self.tokenizer.special_ids}))
+
+
+async def read_conversation(backend: Backend, body: ChatRequest, parsers: Parsers) -> Conversation:
+    """Render a request; raises RequestError for what the checkpoint's chat template would drop, or where no parser is known."""
+    tokenizer = tokenizer_of(backend)
+    tools = [] if body.tool_choice == "none" else body.tools or []
+
+    def read() -> Conversation:
+        text = render(tokenizer, body.messages, tools, body.add_generation_prompt, body.chat_template_kwargs or {})
+        template = tokenizer.template or ""
+        calls, thoughts = call_format(parsers.calls, template) if tools else None, thought_format(parsers.reasoning, template)
+        if tools and calls is None:
+            fix = f"Start the server with --tool-parser {', '.join(call_formats())}."
+            why = "the server was started with --tool-parser none" if parsers.calls == NONE else "the chat template shows no known format of calls"
+            raise RequestError(f"tools are not served here: {why}", fix)
+        opened = thoughts is not None and body.add_generation_prompt and text.rstrip().endswith(thoughts.opener)
+        return Conversation(body, encode(backend, text), tokenizer, calls, thoughts, opened)
+
+    return await aside(read, chars_of(body.messages, tools))
+
+
+def render(tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Tool], prompted: bool, variables: Mapping[str, Any]) -> str:
+    """Render messages and tools with the checkpoint's chat template; raises RequestError for what it would drop."""
+    use = tool_use(tokenizer) if tools or any(one.tool_calls or one.role == "tool" for one in messages) else None
+    if use is not None:
+        what = "tools" if tools and not use.tools else None
+        if any(one.tool_calls for one in messages) and use.calls is None:
+            what = "tool_calls of messages"
+        if any(one.role == "tool" for one in messages) and not use.results:
+            what = "messages of the role tool"
+        if what:
+            raise RequestError(
+                f"the chat template of this model has no place for {what}", "Leave them out, or serve a model that was made for tools."
+            )
+    plain = [one.plain() for one in messages]
+    if use is not None and use.calls == "objects":
+        plain = [plain_calls(one) for one in plain]
+    return tokenizer.chat(plain, prompted, variables, [one.plain() for one in tools])
+
+
+def chars_of(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
+    """Return about how many characters messages and tools have."""
+    said = sum(len(one.plain()["content"]) for one in messages)
+    return said + sum(len(str(one.tool_calls)) for one in messages if one.tool_calls) + sum(len(str(one.function.parameters)) for one in tools)

@@ -1,0 +1,14 @@
+"""Llama 3.1 to 3.3: the answer is `{"name": "f", "parameters": {...}}`, several divided by semicolons, perhaps after `<|python_tag|>`."""
+
+from trtkv.serve.reading.calls import OBJECT, CallFormat
+
+FORMAT = CallFormat(
+    name="llama",
+    signs=("<|python_tag|>", "Environment: ipython"),
+    opener="<|python_tag|>",
+    more=("{",),
+    heads=(rf"(?:<\|python_tag\|>)?\s*{OBJECT}",),
+    closers=(";", ","),
+    bare=True,
+    written=('{{"name": "{name}", "parameters": ', "}"),
+)

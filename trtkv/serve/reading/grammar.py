@@ -1,0 +1,48 @@
+"""What answers must look like that call tools, and answers of a given form that reason first."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+from trtkv.errors import RequestError
+from trtkv.runtime.grammar import Grammar
+from trtkv.runtime.lark import to_lark
+from trtkv.serve.reading.calls import CallFormat
+from trtkv.serve.schema import ChatRequest
+from trtkv.serve.schema_tools import NamedTool
+
+
+def grammar_of_calls(form: CallFormat, body: ChatRequest) -> Grammar | None:
+    """Return what a forced call, or calls of strict functions, must look like; None where neither is requested."""
+    choice, functions = body.tool_choice, [one.function for one in body.tools or ()]
+    if isinstance(choice, NamedTool):
+        functions = [one for one in functions if one.name == choice.function.name]
+    forced = choice == "required" or isinstance(choice, NamedTool)
+    if not forced and not any(one.strict for one in functions):
+        return None
+    begin, end = form.written
+    schemas = [one.schema_of_arguments if forced or one.strict else {"type": "object"} for one in functions]
+    tags = [{"begin": begin.format(name=one.name), "schema": schema, "end": end} for one, schema in zip(functions, schemas, strict=True)]
+    given = {
+        "triggers": [form.opener if begin.startswith(form.opener) else begin.partition("{name}")[0].format()],
+        "structures": tags,
+        "at_least_one": forced,
+        "stop_after_first": body.parallel_tool_calls is False or isinstance(choice, NamedTool),
+    }
+    return Grammar("structural_tag", json.dumps(given))
+
+
+def after_reasoning(grammar: Grammar, closer: str, special: Mapping[str, int]) -> Grammar:
+    """Return a grammar for an answer that begins in its reasoning, which closer ends; special are the ids of special tokens.
+
+    Raises RequestError for a language that cannot follow.
+    """
+    if grammar.kind in ("regex", "ebnf"):
+        raise RequestError(f"a format of kind '{grammar.kind}' does not go with reasoning", "Use a JSON schema, or turn the reasoning off.")
+    rest = re.sub(r"^start:", "answer:", to_lark(grammar, special), flags=re.MULTILINE)
+    # A lexeme that ends with the closer wins as soon as it matches; a special token ends one anyway.
+    thought = f"thought: THOUGHT <[{special[closer]}]>" if closer in special else f"thought[lazy]: THOUGHT {json.dumps(closer)}"
+    text = f"start: thought GAP? answer\n{thought}\nTHOUGHT: /(.|\\n)*/\nGAP: /\\n{{1,2}}/\n{rest}"
+    return Grammar("ebnf", text.replace("::=", ":\\u003a="))  # which says that a grammar is GBNF, and can only be in a string here

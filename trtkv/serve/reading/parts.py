@@ -1,0 +1,41 @@
+"""What the text of an answer consists of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of an answer; the first piece of a call has the function's name, the others the text of its arguments. call numbers calls from 0."""
+
+    kind: Literal["content", "reasoning", "call"]
+    text: str = ""
+    call: int = 0
+    name: str = ""
+
+
+def joined(parts: Iterable[Part]) -> list[Part]:
+    """Join neighbours that continue each other and leave out what is empty."""
+    out: list[Part] = []
+    for one in parts:
+        if not one.text and not one.name:
+            continue
+        last = out[-1] if out else None
+        if last is not None and not last.name and not one.name and (last.kind, last.call) == (one.kind, one.call):
+            out[-1] = replace(last, text=last.text + one.text)
+        else:
+            out.append(one)
+    return out
+
+
+def withheld(text: str, signs: Iterable[str]) -> int:
+    """Return how many characters at the end of text may belong to a sign that is not complete: its beginning, and white space before it."""
+    size = max((_overlap(text, one) for one in signs), default=0)
+    return len(text) - len(text[: len(text) - size].rstrip())
+
+
+def _overlap(text: str, sign: str) -> int:
+    return next((size for size in range(min(len(text), len(sign) - 1), 0, -1) if text.endswith(sign[:size])), 0)

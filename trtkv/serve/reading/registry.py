@@ -1,0 +1,38 @@
+"""Which formats there are, and which of them a checkpoint's chat template has."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+
+from trtkv.serve.reading import formats, thoughts
+from trtkv.serve.reading.calls import CallFormat
+from trtkv.serve.reading.thoughts import ThoughtFormat
+
+AUTO, NONE = "auto", "none"
+
+
+@cache
+def call_formats() -> dict[str, CallFormat]:
+    """Return the formats of calls by name: the files in `formats/`."""
+    names = sorted(module.name for module in pkgutil.iter_modules(formats.__path__))
+    return {name: importlib.import_module(f"{formats.__name__}.{name}").FORMAT for name in names}
+
+
+@cache
+def thought_formats() -> dict[str, ThoughtFormat]:
+    """Return the formats of reasoning by name."""
+    return {one.name: one for one in thoughts.FORMATS}
+
+
+def call_format(choice: str, template: str) -> CallFormat | None:
+    """Return the chosen format of calls, or with auto the one that a chat template shows; None where there is none."""
+    found = (one for one in call_formats().values() if any(sign in template for sign in one.signs))
+    return next(found, None) if choice == AUTO else call_formats().get(choice)
+
+
+def thought_format(choice: str, template: str) -> ThoughtFormat | None:
+    """Return the chosen format of reasoning, or with auto the one that a chat template shows; None where there is none."""
+    found = (one for one in thought_formats().values() if one.closer in template)
+    return next(found, None) if choice == AUTO else thought_formats().get(choice)

@@ -1,0 +1,61 @@
+"""What a checkpoint's chat template does with tools: it is rendered with some once, and what comes out is looked at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+from trtkv.errors import RequestError
+from trtkv.runtime.tokenizer import Tokenizer
+
+FUNCTION, KEY, RESULT = "probe_function", "probe_key", "probe_result"
+USER = {"role": "user", "content": "hello"}
+TOOL = {"type": "function", "function": {"name": FUNCTION, "description": "", "parameters": {"type": "object", "properties": {}}}}
+CALL_ID = "abcdefghi"  # Mistral's templates want nine letters or digits
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """Whether a template renders tools and results of calls, and whether it reads the arguments of calls as objects or as texts (None: neither)."""
+
+    tools: bool
+    calls: Literal["objects", "texts"] | None
+    results: bool
+
+
+@lru_cache(maxsize=64)
+def tool_use(tokenizer: Tokenizer) -> ToolUse:
+    """Look what a tokenizer's chat template renders."""
+    objects, texts = (_render(tokenizer, _called(one)) for one in ({KEY: 1}, json.dumps({KEY: 1})))
+    calls = next((name for name, text in (("objects", objects), ("texts", texts)) if FUNCTION in text and f'"{KEY}"' in text), None)
+    return ToolUse(FUNCTION in _render(tokenizer, [USER], TOOL), calls, RESULT in objects or RESULT in texts)  # type: ignore[arg-type]
+
+
+def plain_calls(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with the arguments of its calls as objects, but for those that are no JSON."""
+    if "tool_calls" not in message:
+        return dict(message)
+    return {**message, "tool_calls": [{**one, "function": _parsed(one["function"])} for one in message["tool_calls"]]}
+
+
+def _parsed(function: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return {**function, "arguments": json.loads(function["arguments"])}
+    except (ValueError, RecursionError):
+        return dict(function)
+
+
+def _called(arguments: Any) -> list[dict[str, Any]]:
+    call = {"id": CALL_ID, "type": "function", "function": {"name": FUNCTION, "arguments": arguments}}
+    said = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return [USER, said, {"role": "tool", "content": RESULT, "tool_call_id": CALL_ID, "name": FUNCTION}]
+
+
+def _render(tokenizer: Tokenizer, messages: list[dict[str, Any]], *tools: dict[str, Any]) -> str:
+    try:
+        return tokenizer.chat(messages, tools=tools)
+    except RequestError:
+        return ""

@@ -1,0 +1,82 @@
+"""Reasoning at the beginning of an answer, between two signs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from trtkv.serve.reading.parts import Part, withheld
+
+
+@dataclass(frozen=True, slots=True)
+class ThoughtFormat:
+    """The signs between which a family of models reasons."""
+
+    name: str
+    opener: str
+    closer: str
+
+
+FORMATS = (ThoughtFormat("think", "<think>", "</think>"), ThoughtFormat("magistral", "[THINK]", "[/THINK]"))
+
+
+class Thoughts:
+    """Parts an answer into reasoning and the rest; white space around the signs is dropped.
+
+    opened says that the prompt ends with the opener, so that the answer begins inside.
+    """
+
+    def __init__(self, form: ThoughtFormat, opened: bool) -> None:
+        """Begin an answer."""
+        self._form, self._text = form, ""
+        self._state: Callable[[bool], list[Part] | None] = self._begin if opened else self._before
+
+    @property
+    def inside(self) -> bool:
+        """Whether the answer is at its reasoning."""
+        return self._state in (self._begin, self._reason)
+
+    def read(self, text: str, final: bool = False) -> list[Part]:
+        """Take a piece of the answer; returns what is certain with it, at the end everything."""
+        self._text += text
+        parts: list[Part] = []
+        while (found := self._state(final)) is not None:
+            parts += found
+        return parts
+
+    def _before(self, final: bool) -> list[Part] | None:
+        start = self._text.lstrip()
+        if start.startswith(self._form.opener):
+            self._text, self._state = start[len(self._form.opener) :], self._begin
+        elif final or not self._form.opener.startswith(start):
+            self._state = self._pass
+        else:
+            return None
+        return []
+
+    def _begin(self, final: bool) -> list[Part] | None:
+        self._text = self._text.lstrip()
+        if not self._text:
+            return None
+        self._state = self._reason
+        return []
+
+    def _reason(self, final: bool) -> list[Part] | None:
+        before, sign, after = self._text.partition(self._form.closer)
+        if sign:
+            self._text, self._state = after, self._after
+            return [Part("reasoning", before.rstrip())]
+        end = len(self._text) - withheld(self._text, (self._form.closer,))
+        out, self._text = (self._text.rstrip(), "") if final else (self._text[:end], self._text[end:])
+        return [Part("reasoning", out)] if out else None
+
+    def _after(self, final: bool) -> list[Part] | None:
+        self._text = self._text.lstrip()
+        if not self._text:
+            return None
+        self._state = self._pass
+        return []
+
+    def _pass(self, final: bool) -> list[Part] | None:
+        out, self._text = self._text, ""
+        return [Part("content", out)] if out else None
