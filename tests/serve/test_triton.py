@@ -71,7 +71,11 @@ def expected(engines: list[Path]) -> list[Any]:
 
 
 def processes(server: Server, name: str) -> list[psutil.Process]:
-    return [one for one in psutil.Process(server.process.pid).children(recursive=True) if name in one.name() and one.status() != psutil.STATUS_ZOMBIE]
+    found = []
+    for one in psutil.Process(server.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a watcher's sleep
+            found += [one] if name in one.name() and one.status() != psutil.STATUS_ZOMBIE else []
+    return found
 
 
 def text_of(answer: httpx.Response) -> str:

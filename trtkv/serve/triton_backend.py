@@ -75,10 +75,12 @@ class TritonAnswer:
             # The stream is read to its end: one that is dropped or cancelled after its last answer stays in the server forever.
             if self._left:
                 raise Unavailable("the engine's stream ended early", "Send the request again.")
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:  # noqa: BLE001 (whatever ends the stream is raised where it is awaited)
-            known = _known(error)
+        except (Exception, asyncio.CancelledError) as error:
+            # A channel that is closed cancels whoever reads from it; so does close, after which nothing is left.
+            cancelled = isinstance(error, asyncio.CancelledError)
+            if cancelled and not self._left:
+                raise
+            known = Unavailable("the engine was stopped", "Send the request again.") if cancelled else _known(error)
             if isinstance(known, Unavailable):
                 self._backend.last_token_s = -ALIVE_S  # what came before proves nothing any more
             ended = [Event(index, None, "", finish_reason="error", error=known) for index in sorted(self._left)]
