@@ -265,7 +265,7 @@ def _give_up(backends: Mapping[str, TritonBackend], name: str, say: Say, why: st
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _known(error: Exception) -> TrtkvError:
+def _known(error: BaseException) -> TrtkvError:
     """Turn what gRPC says into the front's errors."""
     if isinstance(error, TrtkvError):
         return error
@@ -282,7 +282,7 @@ def _known(error: Exception) -> TrtkvError:
     return EngineError(problem or type(error).__name__, fix or "The server's log says more.")
 
 
-def _call(error: Exception, name: str) -> Any:
+def _call(error: BaseException, name: str) -> Any:
     method = getattr(error, name, None)
     return method() if callable(method) else None
 
