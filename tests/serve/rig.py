@@ -76,10 +76,12 @@ def chunks(text: str) -> list[dict[str, Any]]:
 class Server:
     """`trtkv serve` as a process; `url` is known once it takes requests."""
 
-    def __init__(self, *words: object, python: str = sys.executable, patience_s: float = PATIENCE_S, **environment: str) -> None:
+    def __init__(
+        self, *words: object, program: Sequence[str] = ("-m", "trtkv"), verify: Any = True, patience_s: float = PATIENCE_S, **environment: str
+    ) -> None:
         # Files, not pipes: a child that outlives the server must not keep a reader waiting.
         self._out, self._err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 (closed at the end)
-        command = [python, "-m", "trtkv", "serve", *map(str, words), "--port", "0", "--json"]
+        command = [sys.executable, *program, "serve", *map(str, words), "--port", "0", "--json"]
         self.process = subprocess.Popen(command, stdout=self._out, stderr=self._err, env={**os.environ, **environment})
         end = time.monotonic() + patience_s
         while not (line := self._read(self._out)).endswith("\n"):
@@ -88,7 +90,7 @@ class Server:
                 raise AssertionError(self.errors())
             time.sleep(0.05)
         self.url = json.loads(line)["address"]
-        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE_S)
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE_S, verify=verify)
 
     def errors(self) -> str:
         """Return what the process has written to standard error."""

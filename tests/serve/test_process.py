@@ -207,7 +207,7 @@ def test_names_and_a_log_of_requests(engine_dir: Path) -> None:
         server.http.get("/version", headers={"x-request-id": "abc-1"})
         assert server.http.get("/health", headers={"host": "evil.example.org"}).status_code == 400
         assert server.stop() == 0
-        assert "trtkv.access: abc-1 GET '/version' 200 " in server.errors()
+        assert "INFO trtkv.access: abc-1 GET '/version' 200 " in server.errors()
     with Server(engine_dir, "--no-triton", "--device", "cpu", "--api-key", "k") as server:
         assert server.http.get("/health", headers={"host": "chat.example.org"}).status_code == 200
         assert server.stop() == 0 and "trtkv.access" not in server.errors()
@@ -221,7 +221,6 @@ def test_what_a_user_gets_wrong(engine_dir: Path, tiny_llama: TinyModel, tmp_pat
     assert "1 engines have 2 names" in complaint(capsys, "serve", engine_dir, "--no-triton", *("--served-model-name", "a") * 2)
     assert "unknown tool parser 'hermez'. Did you mean hermes?" in complaint(capsys, "serve", engine_dir, "--tool-parser", "hermez")
     assert "unknown reasoning parser" in complaint(capsys, "serve", engine_dir, "--reasoning-parser", "thinking")
-    assert "does not go with Triton" in complaint(capsys, "serve", engine_dir, "--served-model-name", "a")
     assert "There are: fcfs, fair" in complaint(capsys, "serve", engine_dir, "--no-triton", "--schedule", "lottery")
     assert "API key" in complaint(capsys, "serve", engine_dir, "--no-triton", "--api-key", "")
     with socket.socket() as taken:

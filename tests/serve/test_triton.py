@@ -46,7 +46,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @contextlib.contextmanager
 def started(engines: list[Path], *words: object) -> Iterator[Server]:
-    """Serve engines through Triton; the ports are read from what the server says."""
+    """Serve engines through Triton; the first one's ports are read from what the server says."""
     with Server(*engines, "--triton-env", ENV, "--device", "cpu", *words, patience_s=START_S) as server:
         said = server.errors()
         server.raw = httpx.Client(base_url=f"http://127.0.0.1:{_port(said, 'http 127.0.0.1:')}", timeout=PATIENCE_S)
@@ -71,7 +71,11 @@ def expected(engines: list[Path]) -> list[Any]:
 
 
 def processes(server: Server, name: str) -> list[psutil.Process]:
-    return [one for one in psutil.Process(server.process.pid).children(recursive=True) if name in one.name() and one.status() != psutil.STATUS_ZOMBIE]
+    found = []
+    for one in psutil.Process(server.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a watcher's sleep
+            found += [one] if name in one.name() and one.status() != psutil.STATUS_ZOMBIE else []
+    return found
 
 
 def text_of(answer: httpx.Response) -> str:
@@ -197,13 +201,13 @@ def test_hot_unload_and_load(engines: list[Path]) -> None:
     """A model that is unloaded by hand is a dead engine to the front: it reloads it."""
     with started(engines) as server:
         raw: httpx.Client = server.raw
-        assert sorted(one["name"] for one in raw.post("/v2/repository/index").json()) == ["one", "two"]
-        assert raw.post("/v2/repository/models/two/load").status_code == 200
-        assert raw.post("/v2/models/two/generate", json=RAW).status_code == 200
-        assert raw.post("/v2/repository/models/two/unload").status_code == 200
-        until(lambda: server.http.post(TEXT, json={**SHORT, "model": "two"}).status_code == 503)
-        until(lambda: server.http.post(TEXT, json={**SHORT, "model": "two"}).status_code == 200)
-        assert server.http.post(TEXT, json={**SHORT, "model": "one"}).status_code == 200
+        assert [one["name"] for one in raw.post("/v2/repository/index").json()] == ["one"]
+        assert raw.post("/v2/repository/models/one/load").status_code == 200
+        assert raw.post("/v2/models/one/generate", json=RAW).status_code == 200
+        assert raw.post("/v2/repository/models/one/unload").status_code == 200
+        until(lambda: server.http.post(TEXT, json={**SHORT, "model": "one"}).status_code == 503)
+        until(lambda: server.http.post(TEXT, json={**SHORT, "model": "one"}).status_code == 200)
+        assert server.http.post(TEXT, json={**SHORT, "model": "two"}).status_code == 200
 
 
 def test_everything_listens_to_this_machine_only(server: Server) -> None:
@@ -228,6 +232,42 @@ def test_a_killed_backend_comes_back_and_streams_end(engines: list[Path], victim
         until(lambda: server.http.get("/ready").status_code == 200)
         assert text_of(server.http.post(TEXT, json=SHORT))
         assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in old)
+
+
+@pytest.mark.parametrize("victim", ["triton_python_backend_stub", "tritonserver"])
+def test_a_killed_model_leaves_the_others_alone(engines: list[Path], expected: list[Any], victim: str) -> None:
+    with started(engines) as server, server.http.stream("POST", TEXT, json={**SHORT, "model": "two", "max_tokens": 2000}) as other:
+        pieces = other.iter_text()
+        text = next(pieces)
+        min(processes(server, victim[:15]), key=lambda one: one.create_time()).kill()  # the first model's is the oldest
+        until(lambda: server.http.post(TEXT, json={**SHORT, "model": "one"}).status_code == 503)
+        assert text_of(server.http.post(TEXT, json={**SHORT, "model": "two"})) == expected[1].text
+        text += "".join(pieces)
+        assert chunks(text)[-1]["choices"][0]["finish_reason"] == "length"
+        until(lambda: server.http.get("/ready").status_code == 200)
+        assert text_of(server.http.post(TEXT, json={**SHORT, "model": "one"})) == expected[0].text
+
+
+@pytest.mark.parametrize("process", ["triton_python_backend_stub", "tritonserver"])
+def test_a_server_that_hangs_ends_with_the_time_to_drain(engines: list[Path], process: str) -> None:
+    with started(engines[:1], "--drain-s", "1") as server:
+        with server.http.stream("POST", TEXT, json={**SHORT, "max_tokens": 3900}) as stream:
+            pieces = stream.iter_text()
+            text = next(pieces)
+            hung = processes(server, process[:15])
+            hung[0].suspend()
+            server.process.send_signal(signal.SIGTERM)
+            text += "".join(pieces)
+        assert chunks(text)[-1]["error"]["type"] == "unavailable_error"
+        assert server.process.wait(PATIENCE_S) == 0
+        until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in hung))
+
+
+def test_names_that_are_no_directories(engines: list[Path]) -> None:
+    with started(engines, "--served-model-name", "org/first", "--served-model-name", "second") as server:
+        assert server.http.post(TEXT, json={**SHORT, "model": "org/first"}).status_code == 200
+        assert server.raw.post("/v2/models/one/generate", json=RAW).status_code == 200
+        until(lambda: 'trtkv:generation_tokens_total{model_name="org/first"}' in server.http.get("/metrics").text)
 
 
 def test_streams_in_flight_are_finished_before_the_end(engines: list[Path]) -> None:

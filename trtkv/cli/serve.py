@@ -4,15 +4,32 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
 from trtkv.cli.output import notes, print_json, progress
-from trtkv.cli.values import Amount, Count, GiB, GiBOrNone, MiB, Milliseconds, Port, Seconds, adapters_of, bytes_of, host_bytes, recall_engine
+from trtkv.cli.values import (
+    Amount,
+    Count,
+    GiB,
+    GiBOrNone,
+    MiB,
+    Milliseconds,
+    Port,
+    Seconds,
+    Wait,
+    adapters_of,
+    bytes_of,
+    host_bytes,
+    recall_engine,
+)
 from trtkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,15 +67,21 @@ def serve(
     itl_ms: Milliseconds | None = None,
     served_model_name: list[str] | None = None,
     api_key: list[str] | None = None,
+    api_keys: Path | None = None,
+    tls_cert: Path | None = None,
+    tls_key: Path | None = None,
     cors: list[str] | None = None,
     max_waiting: Amount = 256,
     max_waiting_tokens: Count | None = None,
     schedule: str = "fcfs",
     max_body_mib: MiB = 4.0,
+    read_s: Wait = 30.0,
     tool_parser: str = "auto",
     reasoning_parser: str = "auto",
     drain_s: Seconds = 30.0,
     log_level: Literal["critical", "error", "warning", "info", "debug"] = "warning",
+    log_format: Literal["text", "json"] = "text",
+    otlp_endpoint: str | None = None,
     json: bool = False,
 ) -> None:
     """Serve engines over the OpenAI API, with a chat page at /.
@@ -69,7 +92,7 @@ def serve(
         port: Port to listen on; 0 takes a free one.
         triton: Run the engines in Triton Inference Server (extra trtkv[triton]), or with --no-triton in this process.
         triton_env: Virtual environment with trtkv[triton], where this one has none.
-        triton_ports: HTTP, gRPC and metrics ports of Triton on 127.0.0.1, joined by commas; free ones by default.
+        triton_ports: HTTP, gRPC and metrics ports of Triton on 127.0.0.1, three for every engine, joined by commas; free ones by default.
         weights: Checkpoint directory, or random; the ones that the engines were built from by default.
         device: auto, cpu, cuda or cuda:N.
         executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
@@ -81,69 +104,79 @@ def serve(
         adapter: LoRA adapter as PEFT saves it, NAME=DIRECTORY, served as a model of that name (the directory's if it is left out); may be repeated.
         swap_gib: Host memory in GiB for preempted sequences, allocated when needed; as much as each cache by default, 0 recomputes them.
         itl_ms: Milliseconds between two tokens of an answer that others' prompts may cost at most: chunks of prompts are sized by it.
-        served_model_name: With --no-triton, a model's name instead of its directory's; one for every engine, in their order.
+        served_model_name: A model's name instead of its directory's; one for every engine, in their order.
         api_key: Key that clients must send; may be repeated. The environment variable TRTKV_API_KEY adds one.
+        api_keys: TOML file with a table for each client: [alice], key = "...", and requests_per_minute, tokens_per_minute, queued_tokens
+            where these are limited. It is read again when it changes.
+        tls_cert: PEM file with the certificate, for https.
+        tls_key: PEM file with its key.
         cors: Origin of web pages that may send requests, such as https://chat.example.org; may be repeated.
         max_waiting: Sequences that may wait for each engine; beyond that clients get 429.
         max_waiting_tokens: Tokens of prompts that may wait for each engine; any number by default.
         schedule: Order among equal priority: fcfs (first come, first served), or fair, by what each API key or `user` has been served.
         max_body_mib: Largest body of a request in MiB.
+        read_s: Seconds that a client has to send a request's head, or the next part of its body; an idle connection is closed after them.
         tool_parser: Format in which models write calls of tools: auto (as the chat template shows), none, hermes, llama, mistral or deepseek.
         reasoning_parser: Format of reasoning, which is answered apart: auto, none, think or magistral.
         drain_s: Seconds that requests have to finish after SIGTERM or Ctrl-C.
         log_level: What is written to standard error; from info on every request, with its id (x-request-id), status and seconds.
+        log_format: text, or json: one object a line for whatever is written to standard error.
+        otlp_endpoint: Collector that gets a trace of every request (OTLP over HTTP, extra trtkv[otel]), such as http://localhost:4318.
         json: Print one JSON object with the address once requests are taken.
     """
     _need_extra()
+    from trtkv.serve import logs
     from trtkv.serve.app import Settings
     from trtkv.serve.chat import Parsers
+    from trtkv.serve.keys import KeyRing
     from trtkv.serve.queue import Queue
-    from trtkv.serve.server import listen
+    from trtkv.serve.server import check_tls, listen
     from trtkv.serve.server import serve as run
+    from trtkv.serve.traces import Traces
 
+    logs.set_up(log_level, log_format)
+    say = logs.say if log_format == "json" else partial(notes.print, markup=False)
     parsers = Parsers.checked(tool_parser, reasoning_parser)
     queue = Queue.checked(max_waiting, max_waiting_tokens, schedule)
-    if served_model_name and triton:
-        raise ConfigError("--served-model-name does not go with Triton, whose models are named as their directories", "Add --no-triton.")
     if adapter and (triton or len(engine) > 1):
         raise ConfigError("--adapter is for one engine that this process runs", "Name one engine and add --no-triton.")
     names = _names(engine, served_model_name)
     adapters = adapters_of(adapter, names)
     models = [*names, *adapters]
-    keys = [*(api_key or []), *([os.environ[KEY]] if os.environ.get(KEY) else [])]
-    if any(not one.strip() or not one.isascii() for one in keys):
-        raise ConfigError("an API key is empty or not ASCII", "Give letters, digits and signs.")
+    ring, tls = KeyRing(_keys(api_key), api_keys), check_tls(tls_cert, tls_key)
+    traces = Traces.to(otlp_endpoint) if otlp_endpoint else None
     options: dict[str, Any] = {"weights": weights, "device": device, "executor": executor, "cache_bytes": bytes_of(cache_gib)}
     options |= {"offload": offload, "host_bytes": host_bytes(host_gib, offload), "recall": recall_engine(recall, offload)}
     options |= {} if triton else {"adapters": adapters}
     options |= {"kv_disk": kv_disk, "swap_bytes": bytes_of(swap_gib), "itl_ms": itl_ms}
     own = listen(host, port)
-    address = f"http://{f'[{host}]' if ':' in host else host}:{own.getsockname()[1]}"
-    if not keys and not _is_local(host):
-        notes.print(f"{host} is open to the network and no --api-key is set: anybody there may send requests.", style="yellow", markup=False)
+    address = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{own.getsockname()[1]}"
+    if not ring.any and not _is_local(host):
+        say(f"{host} is open to the network and no --api-key is set: anybody there may send requests.")
 
     def ready() -> None:
-        told = {"address": address, "models": models, "pid": os.getpid()}
         if json:
-            print_json(told)
+            print_json({"address": address, "models": models, "pid": os.getpid()})
         else:
-            notes.print(f"serving {', '.join(models)} at {address} (chat: {address}/, API: {address}/v1, metrics: {address}/metrics)", markup=False)
+            say(f"serving {', '.join(models)} at {address} (chat: {address}/, API: {address}/v1, metrics: {address}/metrics)")
 
     # Without a key, what only this machine should reach must not answer web pages whose name was pointed to it.
-    hosts = () if keys or not _is_local(host) else ("localhost", "127.0.0.1", "::1", host.lower())
-    settings = Settings(keys, cors or [], int(max_body_mib * 2**20), hosts, parsers)
+    hosts = () if ring.any or not _is_local(host) else ("localhost", "127.0.0.1", "::1", host.lower())
+    settings = Settings((), cors or [], int(max_body_mib * 2**20), hosts, parsers, ring, read_s, traces)
     if triton:
         from trtkv.serve.triton_backend import start_triton
 
+        ports = _ports(triton_ports, len(names))
+
         async def start(metrics: Prometheus) -> Mapping[str, Backend]:
-            return await start_triton(names, options, queue, triton_env, _ports(triton_ports), notes.print)
+            return await start_triton(names, options, queue, triton_env, ports, say)
     else:
-        opened = _open(names, options)
+        opened = _open(names, options, say, bars=log_format == "text")
 
         async def start(metrics: Prometheus) -> Mapping[str, Backend]:
             return local_backends(opened, metrics, queue)
 
-    run(own, start, settings, drain_s, ready, log_level)
+    run(own, start, settings, drain_s, ready, tls)
 
 
 def local_backends(opened: Mapping[str, Any], metrics: Prometheus, queue: Queue) -> Mapping[str, Backend]:
@@ -156,17 +189,24 @@ def local_backends(opened: Mapping[str, Any], metrics: Prometheus, queue: Queue)
     return backends
 
 
-def _open(names: Mapping[str, Path], options: Mapping[str, Any]) -> dict[str, Any]:
+def _open(names: Mapping[str, Path], options: Mapping[str, Any], say: Callable[[str], None], *, bars: bool) -> dict[str, Any]:
     from trtkv.runtime.llm import LLM
 
     opened = {}
     for name, path in names.items():
-        with progress(name) as report:
+        with progress(name) if bars else nullcontext(lambda stage, fraction: None) as report:
             opened[name] = LLM(path, **options, warm=True, progress=report)
         for line in (opened[name].recall_line, opened[name].engine.adapters.line):
             if line:
-                notes.print(f"{name}: {line}", markup=False)
+                say(f"{name}: {line}")
     return opened
+
+
+def _keys(given: Sequence[str] | None) -> list[str]:
+    keys = [*(given or []), *([os.environ[KEY]] if os.environ.get(KEY) else [])]
+    if any(not re.fullmatch(r"[!-~]{1,512}", one) for one in keys):
+        raise ConfigError("an API key is empty or not ASCII", "Give letters, digits and signs, at most 512.")
+    return keys
 
 
 def _names(engines: Sequence[Path], served: Sequence[str] | None) -> dict[str, Path]:
@@ -183,13 +223,15 @@ def _names(engines: Sequence[Path], served: Sequence[str] | None) -> dict[str, P
     return names
 
 
-def _ports(text: str) -> tuple[int, int, int] | None:
+def _ports(text: str, engines: int) -> list[tuple[int, int, int]] | None:
     if text == "auto":
         return None
     words = text.split(",")
-    if len(words) != 3 or not all(word.isdecimal() and 0 < int(word) < 65536 for word in words) or len(set(words)) != 3:
-        raise ConfigError(f"triton-ports '{text}' are no three ports", "Write them as 8000,8001,8002: HTTP, gRPC, metrics.")
-    return int(words[0]), int(words[1]), int(words[2])
+    if len(words) != 3 * engines or not all(word.isdecimal() and 0 < int(word) < 65536 for word in words) or len(set(words)) != len(words):
+        problem = f"triton-ports '{text}' are not {3 * engines} ports"
+        raise ConfigError(problem, "Write three for every engine as 8000,8001,8002: HTTP, gRPC, metrics.")
+    numbers = list(map(int, words))
+    return [(numbers[at], numbers[at + 1], numbers[at + 2]) for at in range(0, len(numbers), 3)]
 
 
 def _is_local(host: str) -> bool:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
-import logging
 import re
-import time
-import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,18 +17,21 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import trtkv
 from trtkv.errors import TrtkvError
 from trtkv.serve import static
+from trtkv.serve.account import Account, Accounts
 from trtkv.serve.backend import Backend
+from trtkv.serve.body import Bodies, Read
 from trtkv.serve.chat import Parsers
 from trtkv.serve.errors import KINDS, ApiError, Failure, Unavailable
-from trtkv.serve.metrics import Prometheus
-from trtkv.serve.openai import TENANT, OpenAI, Read, answer_error
+from trtkv.serve.keys import KeyRing
+from trtkv.serve.metrics import Prometheus, merge
+from trtkv.serve.openai import TENANT, OpenAI, answer_error
+from trtkv.serve.traces import Traces
 
-log = logging.getLogger("trtkv.access")
 Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
 KEYED = ("/v1/", "/status", "/tokenize", "/detokenize")
 PROBE_S = 10.0  # a probe that takes longer says "not ready"
@@ -42,7 +41,7 @@ PROBE_S = 10.0  # a probe that takes longer says "not ready"
 class Settings:
     """What the front lets in: keys (none: all clients), origins of web pages, bytes of a body, names of this host (none: any).
 
-    parsers say how answers are read.
+    parsers say how answers are read; keys replaces api_keys where there is a file of keys; read_s is the time for a request's head, and for its body.
     """
 
     api_keys: Sequence[str] = ()
@@ -50,17 +49,20 @@ class Settings:
     max_body_bytes: int = 4 << 20
     hosts: Sequence[str] = ()
     parsers: Parsers = Parsers()  # noqa: RUF009 (frozen)
+    keys: KeyRing | None = None
+    read_s: float = 30.0
+    traces: Traces | None = None
 
 
 def make_app(backends: Mapping[str, Backend], metrics: Prometheus, settings: Settings = Settings(), **more: Any) -> FastAPI:
     """Make the application; more is passed to FastAPI, such as lifespan."""
     api, own = OpenAI(backends, settings.parsers), Own(backends, metrics)
-    around = [Middleware(Count, metrics=metrics)]
+    around = [Middleware(Accounts, metrics=metrics, traces=settings.traces)]
     if settings.origins:
         around.append(Middleware(CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["GET", "POST"], allow_headers=["*"]))
     if settings.hosts:
         around.append(Middleware(Hosts, hosts=settings.hosts))
-    around.append(Middleware(Keys, keys=settings.api_keys))
+    around.append(Middleware(Keys, ring=settings.keys or KeyRing(settings.api_keys)))
     handlers: dict[int | type[Exception], Handler] = {
         **dict.fromkeys((TrtkvError, RequestValidationError, Exception), answer_error),
         HTTPException: _answer_http,
@@ -71,7 +73,7 @@ def make_app(backends: Mapping[str, Backend], metrics: Prometheus, settings: Set
         exception_handlers=handlers, generate_unique_id_function=lambda route: route.name,
         responses={"default": {"model": Failure, "description": "What cannot be served, and why."}}, **more,
     )  # fmt: skip
-    app.state.max_body_bytes, app.router.route_class = settings.max_body_bytes, Read
+    app.state.bodies, app.router.route_class = Bodies(settings.max_body_bytes, settings.read_s), Read
     keyed: Any = {"dependencies": [Security(HTTPBearer(auto_error=False, scheme_name="key"))]}
     streams: Any = {"responses": {200: {"content": {"text/event-stream": {}}}}, **keyed}
     app.add_api_route("/v1/chat/completions", api.chat, methods=["POST"], **streams)
@@ -123,7 +125,7 @@ class Own:
     async def metrics(self) -> Response:
         """Show all metrics in Prometheus' text format."""
         parts = [generate_latest(self.registry), *(await asyncio.gather(*(one.metrics() for one in self.backends.values())))]
-        return Response(b"".join(dict.fromkeys(parts)), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(merge(parts), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def status(self) -> dict[str, Any]:
         """Show what the engines are and hold, as the chat page polls it."""
@@ -142,28 +144,31 @@ class Own:
 
 
 class Keys:
-    """Lets requests through to what is KEYED that carry one of the keys; all, when there are none. Each of several keys is a tenant."""
+    """Lets requests through to what is KEYED that carry a key, within its limits; all, when there are none. Each of several keys is a tenant."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
-        self.app, self.keys = app, [one.encode() for one in keys]
+    def __init__(self, app: ASGIApp, ring: KeyRing) -> None:
+        self.app, self.ring = app, ring
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check one request."""
-        if scope["type"] == "http" and self.keys and scope["path"].startswith(KEYED):
-            number = self._number(scope)
-            if number is None:
-                error = ApiError(401, "the API key is missing or wrong", "Send it as Authorization: Bearer KEY.", code="invalid_api_key")
+        if scope["type"] == "http" and self.ring.any and scope["path"].startswith(KEYED):
+            try:
+                self._check(scope)
+            except ApiError as error:
                 await (await answer_error(Request(scope), error))(scope, receive, send)
                 return
-            if len(self.keys) > 1:
-                scope[TENANT] = f"key {number}"
         await self.app(scope, receive, send)
 
-    def _number(self, scope: Scope) -> int | None:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        kind, _, key = given.partition(b" ")
-        numbers = enumerate(self.keys, 1) if kind.lower() == b"bearer" else ()
-        return next((number for number, one in numbers if hmac.compare_digest(key.strip(), one)), None)
+    def _check(self, scope: Scope) -> None:
+        kind, _, given = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        key = self.ring.find(given.strip()) if kind.lower() == b"bearer" else None
+        if key is None:
+            raise ApiError(401, "the API key is missing or wrong", "Send it as Authorization: Bearer KEY.", code="invalid_api_key")
+        Account.of(scope).key = key
+        if self.ring.several:
+            scope[TENANT] = key.name
+        if scope["method"] == "POST":
+            key.take_request()
 
 
 class Hosts:
@@ -182,37 +187,6 @@ class Hosts:
                 await (await answer_error(Request(scope), error))(scope, receive, send)
                 return
         await self.app(scope, receive, send)
-
-
-class Count:
-    """Counts answers by path and status and logs them with the request's id; 499 are those whose client disconnected."""
-
-    def __init__(self, app: ASGIApp, metrics: Prometheus) -> None:
-        self.app, self.answers = app, metrics.answers
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Count one request."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        status, began = 499, time.monotonic()
-        given = dict(scope["headers"]).get(b"x-request-id", b"")
-        own = given if re.fullmatch(rb"[A-Za-z0-9._-]{1,128}", given) else uuid.uuid4().hex.encode()
-
-        async def sender(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", own)]
-            await send(message)
-
-        try:
-            await self.app(scope, receive, sender)
-        finally:
-            route = scope.get("route")
-            status = scope.get("trtkv.status", status)
-            self.answers.labels(path=getattr(route, "path", "other"), status=str(status)).inc()
-            log.info("%s %s %r %d %.3f s", own.decode(), scope["method"], scope["path"][:200], status, time.monotonic() - began)
 
 
 async def _answer_http(request: Request, error: Exception) -> Response:

@@ -47,6 +47,10 @@ class Answer(Protocol):
     def cached_tokens(self) -> int:
         """Prompt tokens that were not recomputed."""
 
+    @property
+    def queue_s(self) -> float | None:
+        """Seconds until the first sequence took part in a step, where known."""
+
     async def next(self) -> list[Event]:
         """Wait for events; an empty list says that every prompt has been answered."""
 
@@ -57,7 +61,7 @@ class Answer(Protocol):
 class NoAnswer:
     """The answer of a request for no tokens, which needs no engine."""
 
-    cached_tokens = 0
+    cached_tokens, queue_s = 0, None
 
     def __init__(self, count: int) -> None:
         """Answer so many prompts."""
@@ -90,8 +94,8 @@ class Backend(Protocol):
     async def metrics(self) -> bytes:
         """Return metrics that this process does not hold, in Prometheus' text format."""
 
-    async def close(self, drain_s: float) -> None:
-        """Finish what is going for so long, end the rest with an error."""
+    async def close(self, drain_s: float) -> bool:
+        """Finish what is going for so long, end the rest with an error; False when the engine hangs and its process must not wait for it."""
 
 
 class LocalAnswer:
@@ -107,6 +111,11 @@ class LocalAnswer:
     def cached_tokens(self) -> int:
         """Prompt tokens that were found in pages of other sequences."""
         return self._ticket.cached_tokens
+
+    @property
+    def queue_s(self) -> float | None:
+        """Seconds until the first sequence took part in a step."""
+        return self._ticket.queue_s
 
     def add(self, events: list[Event]) -> None:
         """Take events, in the loop's thread."""
@@ -137,6 +146,7 @@ class LocalBackend:
         self.facts, self.tokenizer, self._llm = facts, llm.tokenizer, llm
         self._loop = asyncio.get_running_loop()
         self._probing: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[bool] | None = None
         self.service = Service(llm.batcher, metrics.of(facts.name), self._post, queue).start()
 
     def _post(self, batch: list[tuple[Ticket, list[Event]]]) -> None:
@@ -168,10 +178,17 @@ class LocalBackend:
         """Return nothing: this process holds all of them."""
         return b""
 
-    async def close(self, drain_s: float) -> None:
-        """Finish what is going for so long, end the rest with an error."""
-        await asyncio.to_thread(self.service.stop, drain_s)
-        self._llm.close()
+    async def close(self, drain_s: float) -> bool:
+        """Finish what is going for so long, end the rest with an error; False when the engine hangs."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(drain_s))
+        return await asyncio.shield(self._closing)
+
+    async def _close(self, drain_s: float) -> bool:
+        ended = await asyncio.to_thread(self.service.stop, drain_s)
+        if ended:
+            self._llm.close()
+        return ended
 
 
 class AdapterBackend:
@@ -199,8 +216,9 @@ class AdapterBackend:
         """Return nothing: the engine counts its adapters' requests."""
         return b""
 
-    async def close(self, drain_s: float) -> None:
+    async def close(self, drain_s: float) -> bool:
         """Leave the engine to its own backend."""
+        return True
 
 
 def with_adapters(engine: Backend, names: Sequence[str]) -> dict[str, Backend]:

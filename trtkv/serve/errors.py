@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pydantic import BaseModel
 
 from trtkv.errors import RequestError, TrtkvError
@@ -33,14 +35,17 @@ class Unavailable(TrtkvError):
 class ApiError(TrtkvError):
     """A request that is refused before it reaches an engine, with its HTTP status, and the parameter at fault where there is one."""
 
-    def __init__(self, status: int, problem: str, fix: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, status: int, problem: str, fix: str, *, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(problem, fix)
-        self.status, self.param, self.code = status, param, code
+        self.status, self.param, self.code, self.headers = status, param, code, headers or {}
 
 
 KINDS = {
-    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "method_not_allowed", 413: "request_too_large",
-    415: "unsupported_media_type", 429: "overloaded_error", 499: "client_closed_request", 500: "server_error", 503: "unavailable_error",
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "method_not_allowed", 408: "request_timeout",
+    413: "request_too_large", 415: "unsupported_media_type", 429: "overloaded_error", 499: "client_closed_request", 500: "server_error",
+    503: "unavailable_error",
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
@@ -56,3 +57,15 @@ class ModelSink:
         if key not in self._children:
             self._children[key] = self._families[name].labels(model_name=self._model, **labels)
         return self._children[key]
+
+
+def merge(texts: Sequence[bytes]) -> bytes:
+    """Join texts in Prometheus' format, in which a family may be in one place only and a sample's name and labels occur once."""
+    families: dict[bytes, dict[bytes, bytes]] = {}
+    for text in texts:
+        family: dict[bytes, bytes] = {}
+        for line in text.splitlines():
+            if line.startswith(b"# HELP "):
+                family = families.setdefault(line.split(b" ", 3)[2], {})
+            family.setdefault(line if line.startswith(b"#") else line.rpartition(b" ")[0], line)
+    return b"".join(line + b"\n" for family in families.values() for line in family.values())

@@ -6,14 +6,12 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
-from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
@@ -22,6 +20,7 @@ from transformers.utils import chat_template_utils  # noqa: F401 (imported with 
 from trtkv.errors import RequestError
 from trtkv.runtime.batcher import Event
 from trtkv.runtime.sampler import SamplingParams
+from trtkv.serve.account import Account
 from trtkv.serve.answers import ChatShape, CompletionShape, Counts, Shape, dump
 from trtkv.serve.backend import Answer, Backend, NoAnswer, tokenizer_of
 from trtkv.serve.chat import Parsers, chars_of, read_conversation, render
@@ -33,7 +32,6 @@ from trtkv.serve.schema import ChatRequest, CompletionRequest, DetokenizeRequest
 
 Body = TypeVar("Body", bound=Generation)
 AT_ONCE = 128  # events of one answer that are written together: those of a slow reader may be thousands
-DISCARD_BYTES = 64 << 20  # of a body that is too large: read on so far, so that the client sees the answer
 COMPLETION_TOKENS = 16  # OpenAI's default for completions; a chat continues to the engine's limit
 TENANT = "trtkv.tenant"  # in a request's scope: whose API key it carries, where there are several
 log = logging.getLogger("trtkv.serve")
@@ -125,6 +123,8 @@ class OpenAI:
         try:
             asked = await read(self.find(body.model), body)
             count = len(asked.prompts)
+            operation = "text_completion" if isinstance(asked.shape, CompletionShape) else "chat"
+            Account.of(request.scope).ask(asked.backend.facts.name, operation, asked.prompt_tokens)
             if body.limit(asked.default_tokens) == 0:
                 return Reply(asked, NoAnswer(count))
             tokenizer = asked.backend.tokenizer
@@ -167,53 +167,17 @@ def _text(backend: Backend, prompt: str | list[int]) -> str:
     return prompt if isinstance(prompt, str) else tokenizer_of(backend).decode(prompt)
 
 
-class Read(APIRoute):
-    """A route whose body is read and parsed here, before FastAPI would: up to the application's limit, and as strictly as pydantic."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return what answers a request."""
-        answer = super().get_route_handler()
-
-        async def read(request: Request) -> Response:
-            if self.body_field is not None:
-                request._body = await read_body(request, request.app.state.max_body_bytes)
-                try:
-                    request._json = from_json(request._body)
-                except ValueError as error:
-                    raise ApiError(400, f"the body is not JSON: {error}", "Send a JSON object in UTF-8.") from None
-            return await answer(request)
-
-        return read
-
-
-async def read_body(request: Request, most_bytes: int) -> bytes:
-    """Read a JSON body; raises ApiError (413 beyond most_bytes, 415 for another kind)."""
-    kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise ApiError(415, f"the body is '{kind[:80]}'", "Send JSON with Content-Type: application/json.")
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size <= most_bytes:
-            parts.append(part)
-        elif size > DISCARD_BYTES:
-            break
-    if size > most_bytes:
-        raise ApiError(413, f"the body exceeds {most_bytes} bytes", "Shorten the prompt, or start the server with a larger --max-body-mib.")
-    return b"".join(parts)
-
-
 class Reply(Response):
     """Sends an answer whole or as a stream; a client that disconnects ends its generation."""
 
     def __init__(self, asked: Asked, answer: Answer) -> None:
         """Take over a request that has been queued."""
         self.asked, self.answer, self.background = asked, answer, None
-        self._tokens = 0
         self.status_code = 200
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Race the answer against the client's disconnection."""
+        self.account = Account.of(scope)
         gone, work = asyncio.create_task(_until_gone(receive)), asyncio.create_task(self._send(send))
         try:
             await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
@@ -233,6 +197,7 @@ class Reply(Response):
         failed = next((one.error for one in events if one.error is not None), None)
         if failed is not None:
             raise user_error(failed) if isinstance(failed, RequestError) else failed
+        self.account.began(self.answer.queue_s)
         await (self._stream if self.asked.body.stream else self._whole)(events, send)
 
     async def _whole(self, events: list[Event], send: Send) -> None:
@@ -265,10 +230,11 @@ class Reply(Response):
         await send({"type": "http.response.body", "body": shape.end(self._counts() if options is not None and options.include_usage else None)})
 
     def _count(self, events: Sequence[Event]) -> None:
-        self._tokens += sum(one.token_id is not None for one in events)
+        self.account.answer_tokens += sum(one.token_id is not None for one in events)
+        self.account.reasons += [one.finish_reason for one in events if one.finish_reason is not None]
 
     def _counts(self) -> Counts:
-        return Counts(self.asked.prompt_tokens, self.answer.cached_tokens, self._tokens)
+        return Counts(self.asked.prompt_tokens, self.answer.cached_tokens, self.account.answer_tokens)
 
 
 async def _until_gone(receive: Receive) -> None:
@@ -292,7 +258,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
     """Answer what went wrong in the API's form."""
     error = refusal(error) if isinstance(error, RequestValidationError) else error
     status = status_of(error)
-    headers = {"retry-after": "1"} if status in (429, 503) else {"www-authenticate": "Bearer"} if status == 401 else None
+    headers = {"retry-after": "1"} if status in (429, 503) else {"www-authenticate": "Bearer"} if status == 401 else {}
+    headers |= error.headers if isinstance(error, ApiError) else {}
     if status >= 500:
         log.error("%s %s: %s", request.method, request.url.path, error, exc_info=None if status == 503 else error)
     return JSONResponse(describe(error), status, headers)

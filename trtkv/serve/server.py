@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
+import math
+import os
 import signal
 import socket
-import sys
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from pathlib import Path
 
 import uvicorn
 
 from trtkv.errors import ConfigError
 from trtkv.serve.app import Settings, make_app
 from trtkv.serve.backend import Backend
+from trtkv.serve.connection import Connection
 from trtkv.serve.metrics import Prometheus
+from trtkv.serve.service import STOP_S
 
-GRACE_S = 5.0  # to write the errors of aborted requests
+log = logging.getLogger("trtkv.serve")
+GRACE_S = STOP_S + 2.0  # to write the errors of aborted requests, once their engines have stopped or hang
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -34,37 +41,61 @@ def listen(host: str, port: int) -> socket.socket:
     return own
 
 
+def check_tls(certificate: Path | None, key: Path | None) -> tuple[Path, Path] | None:
+    """Check that two files are a certificate with its key; raises ConfigError. None where neither is given."""
+    if certificate is None and key is None:
+        return None
+    if certificate is None or key is None:
+        raise ConfigError("--tls-cert and --tls-key belong together", "Give both, or neither.")
+    fix = "Give a PEM file with the certificate and those that sign it, and one with its key without a password."
+    try:
+        # An empty password makes a key that needs one an error instead of a question on the terminal.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except OSError as error:
+        raise ConfigError(f"'{certificate}' and '{key}' are no certificate with its key: {error.strerror or error}", fix) from None
+    return certificate, key
+
+
 def serve(
     own: socket.socket,
     start: Callable[[Prometheus], Awaitable[Mapping[str, Backend]]],
     settings: Settings,
     drain_s: float,
     ready: Callable[[], None] = lambda: None,
-    log_level: str = "warning",
+    tls: tuple[Path, Path] | None = None,
 ) -> None:
     """Serve until SIGTERM or Ctrl-C, then let requests finish for drain_s seconds; a second signal ends at once.
 
-    start makes the backends inside the event loop; ready is called once connections are taken. From log_level info on, every request is logged.
+    start makes the backends inside the event loop; ready is called once connections are taken; tls are the files of a certificate and its key.
+    The process ends within drain_s and a few seconds, whatever its engines do: one that hangs is left behind, with exit code 1.
     """
-    logging.basicConfig(level=log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     metrics = Prometheus()
     backends: dict[str, Backend] = {}
 
-    async def main() -> None:
+    async def main() -> bool:
         backends.update(await start(metrics))
+        # What was imported and opened stays: the collector need not walk through it again and again while bodies are parsed.
+        gc.freeze()
         app = make_app(backends, metrics, settings)
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, server_header=False, lifespan="off", timeout_keep_alive=30,
-            timeout_graceful_shutdown=int(drain_s + GRACE_S),
+            app, http=Connection, ws="none", log_config=None, access_log=False, server_header=False, lifespan="off",
+            timeout_keep_alive=math.ceil(settings.read_s), timeout_graceful_shutdown=int(drain_s + GRACE_S),
+            ssl_certfile=tls and tls[0], ssl_keyfile=tls and tls[1],
         )  # fmt: skip
         server = Draining(config, backends, drain_s, ready)
         try:
             await server.serve([own])
         finally:
             # The interpreter must not end under a running engine.
-            await asyncio.gather(*(one.close(0.0) for one in backends.values()))
+            ended = await asyncio.gather(*(one.close(server.left_s()) for one in backends.values()))
+            if settings.traces is not None:
+                settings.traces.close()
+        return all(ended)
 
-    asyncio.run(main())
+    if not asyncio.run(main()):
+        log.error("an engine hangs in a step; the process ends without it")
+        logging.shutdown()
+        os._exit(1)
 
 
 class Draining(uvicorn.Server):
@@ -73,6 +104,11 @@ class Draining(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, backends: Mapping[str, Backend], drain_s: float, ready: Callable[[], None]) -> None:
         super().__init__(config)
         self._backends, self._drain_s, self._ready = backends, drain_s, ready
+        self._deadline_s: float | None = None
+
+    def left_s(self) -> float:
+        """Seconds that are left for what is going; none before a signal."""
+        return 0.0 if self._deadline_s is None or self.force_exit else max(0.0, self._deadline_s - time.monotonic())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Take connections, and say so."""
@@ -81,14 +117,15 @@ class Draining(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse new connections, wait for the others."""
-        ending = asyncio.create_task(self._end_after(time.monotonic() + self._drain_s))
+        self._deadline_s = time.monotonic() + self._drain_s
+        ending = asyncio.create_task(self._end_after())
         try:
             await super().shutdown(sockets)
         finally:
             ending.cancel()
 
-    async def _end_after(self, deadline_s: float) -> None:
-        await asyncio.sleep(max(0.0, deadline_s - time.monotonic()))
+    async def _end_after(self) -> None:
+        await asyncio.sleep(self.left_s())
         await asyncio.gather(*(one.close(0.0) for one in self._backends.values()))
 
     @contextlib.contextmanager

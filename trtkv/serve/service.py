@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
+import logging
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,9 @@ from trtkv.serve.families import Sink
 from trtkv.serve.gauges import Gauges
 from trtkv.serve.queue import Queue
 
+log = logging.getLogger("trtkv.engine")
 FAILED_STEPS = 3  # in a row: after that the engine counts as broken, and every request is refused
+STOP_S = 3.0  # for the step that is going when an engine is stopped: one that takes longer hangs
 ALIVE_S = 2.0  # a token this recent proves that the engine generates
 
 
@@ -48,6 +49,12 @@ class Ticket:
     def cached_tokens(self) -> int:
         """Prompt tokens that were found in pages of other sequences."""
         return self.call.stats.reused_tokens if self.call else 0
+
+    @property
+    def queue_s(self) -> float | None:
+        """Seconds until the first sequence got a place."""
+        began = [one.began_s for one in self.call.members if one.began_s is not None] if self.call else []
+        return min(began) - self.arrived_s if began else None
 
 
 Post = Callable[[list[tuple[Ticket, list[Event]]]], None]
@@ -132,15 +139,20 @@ class Service:
         """Whether a token came a moment ago."""
         return not self.broken and time.monotonic() - self.last_token_s < ALIVE_S
 
-    def stop(self, timeout_s: float = 0.0) -> None:
-        """Refuse new requests, finish what is going for so long, then end the rest with an error."""
+    def stop(self, timeout_s: float = 0.0) -> bool:
+        """Refuse new requests, finish what is going for so long, then end the rest with an error; False when a step hangs."""
+        stopped = Unavailable("the server was stopped", "Send the request again.")
         with self._bell:
             self._stopping = True
             self._bell.notify()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self._ask(partial(self._end_all, Unavailable("the server was stopped", "Send the request again.")))
-            self._thread.join(10.0)
+            self._ask(partial(self._end_all, stopped))
+            self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            # What the engine's thread would tell them never comes.
+            self.post([(one, _ended(one, stopped)) for one in self.tickets()])
+        return not self._thread.is_alive()
 
     def _ask(self, action: Callable[[], None]) -> None:
         with self._bell:
@@ -172,7 +184,7 @@ class Service:
         missed = self.batcher.scheduler.pace.missed
         if missed is not None and not self._warned:
             self._warned = True
-            print(f"trtkv: {missed}", file=sys.stderr, flush=True)
+            log.warning("%s", missed)
 
     def _admit(self, ticket: Ticket) -> None:
         with self._bell:
@@ -245,15 +257,14 @@ class Service:
         return began_s if began is None else began
 
     def _end(self, ticket: Ticket, error: TrtkvError) -> None:
-        left = [index for index in range(len(ticket.prompts)) if index not in ticket.ended]
-        events = [Event(index, None, "", finish_reason="error", error=error) for index in left]
+        events = _ended(ticket, error)
         self.metrics.inc("trtkv:request_success_total", ticket.open, finished_reason="error")
         self._close(ticket, ticket.open)
         self.post([(ticket, events)])
 
     def _fail(self, error: Exception) -> None:
         """Answer all requests whose state a failed step may have corrupted; after some in a row the engine counts as broken."""
-        print(f"trtkv: a step failed\n{''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
+        log.error("a step failed", exc_info=error)
         self.metrics.inc("trtkv:engine_failed_steps_total")
         self._failed += 1
         if self._failed >= FAILED_STEPS:
@@ -267,3 +278,9 @@ class Service:
                 self.batcher.cancel(ticket.call)
             self._end(ticket, error)
         self.gauges.refresh()
+
+
+def _ended(ticket: Ticket, error: TrtkvError) -> list[Event]:
+    """Return what ends a request's sequences that have not ended yet."""
+    left = [index for index in range(len(ticket.prompts)) if index not in ticket.ended]
+    return [Event(index, None, "", finish_reason="error", error=error) for index in left]

@@ -1,4 +1,4 @@
-"""Runs tritonserver beside this process: finds the binary, starts it on this machine only, watches it, starts it again, ends it."""
+"""Runs a tritonserver for one model beside this process: finds the binary, starts it on this machine only, watches it, starts it again, ends it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from trtkv.serve.triton_model import PARENT
 LOOK_S = 0.2  # between two looks at the processes
 PROBE_S = 2.0  # between two one-token generations, where no token has come meanwhile
 PROBE_LIMIT_S = 30.0  # a probe may wait after a long prompt
+EXIT_S = 3.0  # for a server that has nothing to do any more
 LOAD_LIMIT_S = 1800.0
 RESTARTS, WITHIN_S = 5, 300.0  # more restarts than that in that time: give up
 Say = Callable[[str], None]
@@ -111,11 +112,11 @@ def temporary(what: str) -> Path:
 
 
 class Supervisor:
-    """One tritonserver with the models of a repository."""
+    """One tritonserver with one model of a repository, so that what ends one model leaves the others alone."""
 
-    def __init__(self, install: Install, repository: Path, models: Sequence[str], ports: Ports, drain_s: float, say: Say) -> None:
-        self.install, self.repository, self.models, self.ports, self.say = install, repository, models, ports, say
-        self.drain_s, self.up, self.starts, self.began_s = drain_s, False, 0, 0.0
+    def __init__(self, install: Install, repository: Path, model: str, ports: Ports, say: Say) -> None:
+        self.install, self.repository, self.model, self.ports, self.say = install, repository, model, ports, say
+        self.up, self.starts, self.began_s = False, 0, 0.0
         self._work = temporary("triton")
         self._prefix = f"trtkv_{os.getpid()}_{uuid.uuid4().hex[:8]}_"
         self._process: subprocess.Popen[bytes] | None = None
@@ -124,9 +125,9 @@ class Supervisor:
         self.log = self._work / "tritonserver.log"
 
     async def start(self, probe: Callable[[], Awaitable[None]], give_up: Callable[[str], None]) -> None:
-        """Start the server and wait for its models; raises EngineError with Triton's reason when one does not load.
+        """Start the server and wait for its model; raises EngineError with Triton's reason when it does not load.
 
-        From then on the processes are watched; probe raises when an engine does not generate, give_up is called when restarting is of no use.
+        From then on the processes are watched; probe raises when the engine does not generate, give_up is called when restarting is of no use.
         """
         self._link_backend()
         try:
@@ -136,13 +137,13 @@ class Supervisor:
             raise
         self._watch = asyncio.create_task(self._guard(probe, give_up))
 
-    async def stop(self) -> None:
-        """Let the server finish what is going, and clean up after it."""
+    async def stop(self, left_s: float = 0.0) -> None:
+        """Let the server end by itself, if there is time for that, and clean up after it."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
         self.up = False
-        await asyncio.to_thread(self._end, self.drain_s)
+        await asyncio.to_thread(self._end, left_s)
         shutil.rmtree(self._work, ignore_errors=True)
 
     @property
@@ -172,9 +173,9 @@ class Supervisor:
         here, ports = "127.0.0.1", self.ports
         return [
             str(self.install.binary), "--model-repository", str(self.repository), "--backend-directory", str(self._work / "backends"),
-            "--model-control-mode=explicit", *(f"--load-model={name}" for name in self.models),
+            "--model-control-mode=explicit", f"--load-model={self.model}",
             "--http-address", here, "--http-port", str(ports.http), "--grpc-address", here, "--grpc-port", str(ports.grpc),
-            "--metrics-address", here, "--metrics-port", str(ports.metrics), "--exit-timeout-secs", str(max(1, int(self.drain_s))),
+            "--metrics-address", here, "--metrics-port", str(ports.metrics), "--exit-timeout-secs", "1",
             "--disable-auto-complete-config", "--pinned-memory-pool-byte-size=0", f"--backend-config=python,shm-region-prefix-name={self._prefix}",
         ]  # fmt: skip
 
@@ -190,9 +191,10 @@ class Supervisor:
                 self._command(), env=self._environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
         end = time.monotonic() + LOAD_LIMIT_S
-        while not all([(await asyncio.to_thread(self.get, self.ports.http, f"/v2/models/{name}/ready"))[0] == 200 for name in self.models]):
+        while (await asyncio.to_thread(self.get, self.ports.http, f"/v2/models/{self.model}/ready"))[0] != 200:
             if self._process.poll() is not None or time.monotonic() > end:
-                raise EngineError(f"tritonserver did not load the engines: {self._reason()}", "See trtkv doctor, or serve with --no-triton.")
+                problem = f"tritonserver did not load '{self.model}': {self._reason()}"
+                raise EngineError(problem, "See trtkv doctor, or serve with --no-triton.")
             await asyncio.sleep(0.05)
         self._stubs = {one for one in psutil.Process(self.pid).children(recursive=True) if "stub" in one.name()}
         self.up, self.began_s = True, time.monotonic()
@@ -205,9 +207,9 @@ class Supervisor:
             self.up = False
             times = [one for one in times if time.monotonic() - one < WITHIN_S] + [time.monotonic()]
             if len(times) > RESTARTS:
-                give_up(f"tritonserver failed {len(times)} times in {WITHIN_S:.0f} s, last: {why}")
+                give_up(f"tritonserver of '{self.model}' failed {len(times)} times in {WITHIN_S:.0f} s, last: {why}")
                 return
-            self.say(f"tritonserver: {why}; starting it again")
+            self.say(f"tritonserver of '{self.model}': {why}; starting it again")
             began = time.monotonic()
             await asyncio.to_thread(self._end, 0.0)
             try:
@@ -215,7 +217,7 @@ class Supervisor:
             except EngineError as error:
                 self.say(str(error))
                 continue
-            self.say(f"tritonserver is back after {time.monotonic() - began:.1f} s")
+            self.say(f"tritonserver of '{self.model}' is back after {time.monotonic() - began:.1f} s")
 
     async def _wrong(self, probe: Callable[[], Awaitable[None]]) -> str:
         """Wait until something is wrong and say what."""
@@ -225,7 +227,7 @@ class Supervisor:
             if (code := self._process.poll()) is not None:
                 return f"it ended with code {code}"
             if not self._stubs or not all(map(_runs, self._stubs)):
-                return "an engine's process ended"
+                return "the engine's process ended"
             if time.monotonic() - probed_s > PROBE_S:
                 try:
                     await asyncio.wait_for(probe(), PROBE_LIMIT_S)
@@ -233,19 +235,19 @@ class Supervisor:
                 except Exception as error:  # noqa: BLE001 (whatever a probe meets is the finding)
                     failed += 1
                     if failed > 1:
-                        return f"an engine does not generate ({str(error)[:160] or type(error).__name__})"
+                        return f"the engine does not generate ({str(error)[:160] or type(error).__name__})"
                 probed_s = time.monotonic()
             await asyncio.sleep(LOOK_S)
 
-    def _end(self, drain_s: float) -> None:
+    def _end(self, left_s: float) -> None:
         """End the server and whatever it has started: nothing may keep a GPU's memory."""
         process = self._process
         if process is None:
             return
-        if process.poll() is None and drain_s > 0:
+        if process.poll() is None and left_s > 0:
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(drain_s + 2.0)
+                process.wait(min(left_s, EXIT_S))
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -10,6 +10,7 @@ import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ class TritonAnswer:
     def __init__(
         self, backend: TritonBackend, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int, tenant: str
     ) -> None:
-        self.cached_tokens = 0
+        self.cached_tokens, self.queue_s = 0, None
         self._backend, self._count = backend, len(prompts)
         self._left = set(range(len(prompts)))
         self._news: asyncio.Queue[list[Event]] = asyncio.Queue()
@@ -77,10 +78,12 @@ class TritonAnswer:
             # The stream is read to its end: one that is dropped or cancelled after its last answer stays in the server forever.
             if self._left:
                 raise Unavailable("the engine's stream ended early", "Send the request again.")
-        except asyncio.CancelledError:
-            raise
-        except Exception as error:  # noqa: BLE001 (whatever ends the stream is raised where it is awaited)
-            known = _known(error)
+        except (Exception, asyncio.CancelledError) as error:
+            # A channel that is closed cancels whoever reads from it; so does close, after which nothing is left.
+            cancelled = isinstance(error, asyncio.CancelledError)
+            if cancelled and not self._left:
+                raise
+            known = Unavailable("the engine was stopped", "Send the request again.") if cancelled else _known(error)
             if isinstance(known, Unavailable):
                 self._backend.last_token_s = -ALIVE_S  # what came before proves nothing any more
             ended = [Event(index, None, "", finish_reason="error", error=known) for index in sorted(self._left)]
@@ -114,7 +117,7 @@ class TritonAnswer:
 
 
 class Channel:
-    """The gRPC client of all models: a new one for every start of the server, because a channel waits longer and longer to connect again."""
+    """The gRPC client of a model's server: a new one for every start of the server, because a channel waits longer and longer to connect again."""
 
     def __init__(self, supervisor: Supervisor) -> None:
         self._supervisor, self._start, self._client = supervisor, -1, None
@@ -136,19 +139,19 @@ class Channel:
 
 
 class TritonBackend:
-    """One model of the supervised server."""
+    """One model in its own supervised server."""
 
-    def __init__(self, facts: Facts, tokenizer: Tokenizer | None, supervisor: Supervisor, channel: Channel, *, first: bool) -> None:
-        self.facts, self.tokenizer, self._supervisor, self.channel, self._first = facts, tokenizer, supervisor, channel, first
+    def __init__(self, facts: Facts, tokenizer: Tokenizer | None, supervisor: Supervisor) -> None:
+        self.facts, self.tokenizer, self.supervisor, self.channel = facts, tokenizer, supervisor, Channel(supervisor)
         self.last_token_s = -ALIVE_S
+        self.failed: str | None = None
         self._status: tuple[float, dict[str, Any]] = (-STATUS_S, {})
         self._probing: asyncio.Task[None] | None = None
-        self._closed = False
+        self._closing: asyncio.Task[None] | None = None
 
     async def ask(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int = 0, tenant: str = "") -> TritonAnswer:
         """Queue a request; raises Unavailable while Triton is unavailable. What the engine refuses comes as the answer's first event."""
-        if self._closed or not self._supervisor.up:
-            raise Unavailable("the engine is being stopped" if self._closed else "the engine is being started again", "Try again shortly.")
+        self._check_up()
         if not all(prompts):
             raise RequestError("the prompt is empty", "Give at least one token.")
         return TritonAnswer(self, prompts, params, priority, tenant)
@@ -169,43 +172,56 @@ class TritonBackend:
             inputs.append(InferInput(name, list(value.shape), kind))
             inputs[-1].set_data_from_numpy(value)
         return {
-            "model_name": self.facts.name, "inputs": inputs, "request_id": str(index),
+            "model_name": self.supervisor.model, "inputs": inputs, "request_id": str(index),
             "outputs": [InferRequestedOutput(name) for name in wanted], "enable_empty_final_response": False,
         }  # fmt: skip
 
     async def status(self) -> dict[str, Any]:
         """Return the engine's gauges from Triton's metrics."""
         if time.monotonic() - self._status[0] > STATUS_S:
-            self._status = time.monotonic(), _gauges((await self._metrics()).decode(), self.facts.name)
+            self._status = time.monotonic(), _gauges((await self.metrics()).decode(), self.facts.name)
         return dict(self._status[1])
 
     async def probe(self) -> None:
         """Generate one token, unless the engine has just done so; several askers share one probe."""
-        if not self._supervisor.up:
-            raise Unavailable("the engine is being started again", "Try again shortly.")
-        if self.last_token_s > self._supervisor.began_s and time.monotonic() - self.last_token_s < ALIVE_S:
+        self._check_up()
+        if self.last_token_s > self.supervisor.began_s and time.monotonic() - self.last_token_s < ALIVE_S:
             return
         if self._probing is None or self._probing.done():
             self._probing = asyncio.create_task(probe(self))
         await asyncio.shield(self._probing)
 
     async def metrics(self) -> bytes:
-        """Return Triton's metrics, once for all models."""
-        return await self._metrics() if self._first else b""
-
-    async def _metrics(self) -> bytes:
-        status, body = await asyncio.to_thread(self._supervisor.get, self._supervisor.ports.metrics, "/metrics")
+        """Return the server's metrics."""
+        status, body = await asyncio.to_thread(self.supervisor.get, self.supervisor.ports.metrics, "/metrics")
         return body if status == 200 else b""
 
-    async def close(self, drain_s: float) -> None:
-        """Stop the server with its first model; what is going ends with an error."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._first:
-            await self._supervisor.stop()
-            await self.channel.close()
-            shutil.rmtree(self._supervisor.repository, ignore_errors=True)
+    async def close(self, drain_s: float) -> bool:
+        """Let the server finish what is going for so long, then stop it; what is left ends with an error."""
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(drain_s))
+        await asyncio.shield(self._closing)
+        return True
+
+    async def _close(self, drain_s: float) -> None:
+        # Clients may have asked the server itself. Left to end them, it would also wait for connections that nobody uses.
+        end_s = time.monotonic() + drain_s
+        while (left_s := end_s - time.monotonic()) > 0 and await self._works():
+            await asyncio.sleep(STATUS_S)
+        await self.supervisor.stop(max(0.0, left_s))
+        await self.channel.close()
+        shutil.rmtree(self.supervisor.repository, ignore_errors=True)
+
+    async def _works(self) -> bool:
+        gauges = _gauges((await self.metrics()).decode(), self.facts.name)
+        return any(gauges.get(name) for name in ("running", "waiting"))
+
+    def _check_up(self) -> None:
+        if self.failed is not None:
+            raise Unavailable(self.failed, "Restart the server.")
+        if self._closing is not None or not self.supervisor.up:
+            why = "stopped" if self._closing is not None else "started again"
+            raise Unavailable(f"the engine is being {why}", "Try again shortly.")
 
 
 async def start_triton(
@@ -213,47 +229,46 @@ async def start_triton(
     options: Mapping[str, Any],
     queue: Queue,
     environment: Path | None,
-    ports: tuple[int, int, int] | None,
+    ports: Sequence[tuple[int, int, int]] | None,
     say: Say,
 ) -> dict[str, Backend]:
-    """Write a repository, start the server over it and return its models.
+    """Start a server for every model, one after the other, so that each sees what memory those before it left.
 
     Raises ConfigError when there is no tritonserver or client, EngineError when a model does not load.
     """
     try:
         import tritonclient.grpc.aio  # noqa: F401
     except ImportError:
-        raise ConfigError(
-            "the package 'tritonclient' is missing", "Install it: pip install 'tritonclient[grpc]'; or serve with --no-triton."
-        ) from None
+        fix = "Install it: pip install 'tritonclient[grpc]', or run trtkv in the environment with trtkv[serve,triton]; or serve with --no-triton."
+        raise ConfigError("the package 'tritonclient' is missing", fix) from None
     install = find_install(environment)
-    folder = temporary("models")
+    backends: dict[str, TritonBackend] = {}
     try:
-        export(list(names.values()), folder, Export(**options, queue=queue))
-        supervisor = Supervisor(install, folder, list(names), Ports(*ports) if ports else free_ports(), 1.0, say)
-        backends: dict[str, Backend] = {}
-
-        async def probe_all() -> None:
-            await asyncio.gather(*(one.probe() for one in backends.values()))
-
-        def give_up(why: str) -> None:
-            say(why)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-        await supervisor.start(probe_all, give_up)
+        for index, (name, path) in enumerate(names.items()):
+            folder = temporary("models")
+            (model,) = export([path], folder, Export(**options, queue=queue, served_name=name))
+            supervisor = Supervisor(install, folder, model, Ports(*ports[index]) if ports else free_ports(), say)
+            tokenizer = Tokenizer(path) if (path / "tokenizer.json").is_file() else None
+            backends[name] = TritonBackend(Facts.of(name, read_manifest(path), int(time.time())), tokenizer, supervisor)
+        for name, one in backends.items():
+            await one.supervisor.start(one.probe, partial(_give_up, backends, name, say))
+            own = one.supervisor.ports
+            say(f"tritonserver of '{name}' listens at http 127.0.0.1:{own.http}, grpc :{own.grpc}, metrics :{own.metrics}")
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        await asyncio.gather(*(one.close(0.0) for one in backends.values()))
         raise
-    channel = Channel(supervisor)
-    for index, (name, path) in enumerate(names.items()):
-        manifest = read_manifest(path)
-        tokenizer = Tokenizer(path) if (path / "tokenizer.json").is_file() else None
-        backends[name] = TritonBackend(Facts.of(name, manifest, int(time.time())), tokenizer, supervisor, channel, first=index == 0)
-    say(f"tritonserver listens at http 127.0.0.1:{supervisor.ports.http}, grpc :{supervisor.ports.grpc}, metrics :{supervisor.ports.metrics}")
-    return backends
+    return dict(backends)
 
 
-def _known(error: Exception) -> TrtkvError:
+def _give_up(backends: Mapping[str, TritonBackend], name: str, say: Say, why: str) -> None:
+    """Refuse a model's requests from now on; end the process when no model is left."""
+    say(why)
+    backends[name].failed = why
+    if all(one.failed is not None for one in backends.values()):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _known(error: BaseException) -> TrtkvError:
     """Turn what gRPC says into the front's errors."""
     if isinstance(error, TrtkvError):
         return error
@@ -270,7 +285,7 @@ def _known(error: Exception) -> TrtkvError:
     return EngineError(problem or type(error).__name__, fix or "The server's log says more.")
 
 
-def _call(error: Exception, name: str) -> Any:
+def _call(error: BaseException, name: str) -> Any:
     method = getattr(error, name, None)
     return method() if callable(method) else None
 

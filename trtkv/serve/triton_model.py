@@ -94,7 +94,7 @@ class TritonPythonModel:
         except TrtkvError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         self.inbox: queue.SimpleQueue[list[tuple[Ticket, list[Event]]] | None] = queue.SimpleQueue()
-        self.metrics = TritonSink(pb_utils, self.name)
+        self.metrics = TritonSink(pb_utils, given.get("served_name") or self.name)
         most = int(given["max_waiting_tokens"]) if given.get("max_waiting_tokens") else None
         waiting = Queue.checked(int(given["max_waiting"]), most, given.get("schedule") or "fcfs")
         self.service = Service(self.llm.batcher, self.metrics, self.inbox.put, waiting).start()

@@ -61,7 +61,7 @@ OUTPUTS = (
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """How Triton is to open the engines; as for `LLM`, with the second model and the copy of the weights on demand."""
+    """How Triton is to open the engines; as for `LLM`, with the second model, the copy of the weights and the name in the metrics on demand."""
 
     weights: str | None = None
     device: str = "auto"
@@ -76,6 +76,7 @@ class Export:
     recall: str = "auto"
     swap_bytes: int | None = None
     itl_ms: float | None = None
+    served_name: str = ""
 
 
 def export(engines: Sequence[Path], repository: Path, settings: Export, *, force: bool = False) -> list[str]:
@@ -146,7 +147,7 @@ def config(name: str, manifest: Manifest, settings: Export, weights: str | None,
         "offload": "yes" if settings.offload else "", "kv_disk": "" if settings.kv_disk is None else str(settings.kv_disk.resolve()),
         "recall": settings.recall, "host_bytes": "" if settings.host_bytes is None else str(settings.host_bytes),
         "swap_bytes": "" if settings.swap_bytes is None else str(settings.swap_bytes),
-        "itl_ms": "" if settings.itl_ms is None else str(settings.itl_ms),
+        "itl_ms": "" if settings.itl_ms is None else str(settings.itl_ms), "served_name": settings.served_name,
     }  # fmt: skip
     kind = "One request may have many responses" if decoupled else "Every request has one response: `stream` is refused"
     return "\n".join(

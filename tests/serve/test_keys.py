@@ -1,0 +1,192 @@
+"""API keys in a file: who they are, what each may ask for, and a file that changes."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from starlette.testclient import TestClient
+
+from tests.console import Capture, complaint
+from tests.serve.rig import client
+from trtkv.errors import ConfigError
+from trtkv.runtime.llm import LLM
+from trtkv.serve import keys
+from trtkv.serve.app import Settings
+from trtkv.serve.errors import ApiError
+from trtkv.serve.keys import Bucket, Entry, Key, KeyRing
+
+TEXT = "/v1/completions"
+BODY: dict[str, Any] = {"prompt": [5] * 20, "max_tokens": 10, "ignore_eos": True}
+FILE = """
+[alice]
+key = "a"
+requests_per_minute = 2
+[bob]
+key = "b"
+tokens_per_minute = 60
+[carol]
+key = "c"
+"""
+
+
+class Clock(SimpleNamespace):
+    now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    own = Clock()
+    monkeypatch.setattr(keys, "time", own)
+    return own
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return written(tmp_path / "keys.toml", FILE)
+
+
+def written(file: Path, text: str) -> Path:
+    file.write_text(text)
+    file.chmod(0o600)
+    return file
+
+
+@pytest.fixture
+def api(llm: LLM, file: Path, clock: Clock) -> Iterator[TestClient]:
+    with client({"tiny": llm}, Settings(keys=KeyRing(["plain"], file))) as made:
+        yield made
+
+
+def ask(api: TestClient, key: str, **more: Any) -> Any:
+    return api.post(TEXT, json={**BODY, **more}, headers={"authorization": f"Bearer {key}"})
+
+
+def test_requests_a_minute(api: TestClient, clock: Clock) -> None:
+    first, second, third = (ask(api, "a") for _ in range(3))
+    assert (first.status_code, second.status_code, third.status_code) == (200, 200, 429)
+    assert [one.headers["x-ratelimit-remaining-requests"] for one in (first, second, third)] == ["1", "0", "0"]
+    assert first.headers["x-ratelimit-limit-requests"] == "2" and first.headers["x-ratelimit-reset-requests"] == "30.000s"
+    assert third.headers["retry-after"] == "30" and third.json()["error"]["code"] == "rate_limit_exceeded"
+    assert ask(api, "c").status_code == ask(api, "plain").status_code == 200 and "x-ratelimit-limit-requests" not in ask(api, "c").headers
+    clock.now += 30
+    assert ask(api, "a").status_code == 200
+
+
+def test_tokens_a_minute_count_prompts_and_answers(api: TestClient, clock: Clock) -> None:
+    assert ask(api, "b").headers["x-ratelimit-remaining-tokens"] == "40"
+    assert ask(api, "b").headers["x-ratelimit-remaining-tokens"] == "10"
+    refused = ask(api, "b")  # of 60, two prompts of 20 and answers of 10 left nothing
+    assert refused.status_code == 429 and refused.headers["retry-after"] == "20"
+    clock.now += 20
+    assert ask(api, "b").status_code == 200
+    clock.now += 120
+    assert ask(api, "b", prompt=[5] * 100).status_code == 200  # more than there ever is needs all of it
+    clock.now += 60
+    assert ask(api, "b").status_code == 429  # 110 were spent of 60
+
+
+def test_queued_tokens(clock: Clock) -> None:
+    key = Key("dora", Entry(key="d", queued_tokens=30))
+    key.take_tokens(50)  # alone
+    with pytest.raises(ApiError, match="50 tokens of this key wait and the request has 1, 30 may wait"):
+        key.take_tokens(1)
+    key.waiting_tokens -= 50
+    key.take_tokens(20)
+    key.take_tokens(10)
+
+
+def test_an_answer_leaves_the_queue(llm: LLM, tmp_path: Path) -> None:
+    ring = KeyRing((), written(tmp_path / "keys.toml", '[dora]\nkey = "d"\nqueued_tokens = 20'))
+    with client({"tiny": llm}, Settings(keys=ring)) as api:
+        assert [ask(api, "d", **more).status_code for more in ({}, {"stream": True}, {"top_k": 0}, {"prompt": [9999]}, {})] == [
+            200,
+            200,
+            200,
+            400,
+            200,
+        ]
+    found = ring.find(b"d")
+    assert found is not None and found.waiting_tokens == 0
+
+
+def test_a_changed_file_is_read_again(api: TestClient, file: Path, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    assert [ask(api, "a").status_code for _ in range(3)] == [200, 200, 429]
+    written(file, FILE.replace('"c"', '"new"'))
+    clock.now += 1
+    assert ask(api, "new").status_code == 200 and ask(api, "c").status_code == 401
+    assert ask(api, "a").status_code == 429  # who did not change has used what it has used
+    for broken in ("[alice", "x = 1", "[alice]\nkey = 5"):
+        written(file, broken)
+        clock.now += 1
+        assert ask(api, "new").status_code == 200 and "The keys that were read before stay" in caplog.records[-1].getMessage()
+    file.unlink()
+    clock.now += 1
+    assert ask(api, "new").status_code == 200
+
+
+def test_tenants_are_the_names(api: TestClient, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    tenants: list[str] = []
+    submit = llm.batcher.submit
+    monkeypatch.setattr(llm.batcher, "submit", lambda *args, tenant, **more: tenants.append(tenant) or submit(*args, tenant=tenant, **more))
+    assert ask(api, "a").status_code == ask(api, "plain").status_code == 200
+    assert tenants == ["alice", "key 1"]
+
+
+def test_every_key_is_compared(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    real = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda one, other: compared.append(len(one)) or real(one, other))
+    ring = KeyRing(["plain"], file)
+    for given in (b"plain", b"c", b"nobody", b""):
+        compared.clear()
+        ring.find(given)
+        assert compared == [32] * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[a]\nkey = 'x'\nrequests = 5", "requests: Extra inputs"),
+        ("[a]\nkey = ''", "key: String should match"),
+        ("[a]\nkey = 'x'\ntokens_per_minute = 0", "tokens_per_minute: Input should be greater"),
+        ("[a]\nkey = 'secret'\n[b]\nkey = 'secret'", "a key under two names"),
+        ("a = 5", "Input should be a valid"),
+        ("[a", "holds no API keys"),
+    ],
+)
+def test_files_that_are_not_in_order(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        KeyRing((), written(tmp_path / "keys.toml", text))
+    assert said in str(caught.value) and "secret" not in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_that_others_may_read(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        KeyRing((), file)
+        assert not caplog.records
+        file.chmod(0o644)
+        KeyRing((), file)
+    assert "can be read by others" in caplog.records[0].getMessage()
+
+
+def test_the_command(engine_dir: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert "No such file" in complaint(capsys, "serve", engine_dir, "--no-triton", "--api-keys", tmp_path / "missing.toml")
+
+
+def test_a_bucket_fills_evenly(clock: Clock) -> None:
+    bucket = Bucket(60)
+    bucket.take(90)
+    assert bucket.left() == -30 and bucket.wait_s(10) == 40
+    clock.now += 45
+    assert bucket.left() == 15 and bucket.wait_s(10) == 0
+    clock.now += 1000
+    assert bucket.left() == 60 and bucket.wait_s(1e9) == 0

@@ -1,0 +1,183 @@
+"""API keys: who may send requests, and how much each may ask for in a minute."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trtkv.errors import ConfigError
+from trtkv.serve.errors import ApiError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+log = logging.getLogger("trtkv.keys")
+LOOK_S = 1.0  # how often the file is looked at, at most
+MOST = 2**31 - 1
+FIX = 'Write a table for each name: [alice], key = "...", and if you like requests_per_minute, tokens_per_minute, queued_tokens.'
+
+
+class Entry(BaseModel):
+    """One table of the file; what is left out is not limited."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    key: str = Field(pattern=r"^[!-~]{1,512}$")
+    requests_per_minute: int | None = Field(None, ge=1, le=MOST)
+    tokens_per_minute: int | None = Field(None, ge=1, le=MOST)
+    queued_tokens: int | None = Field(None, ge=1, le=MOST)
+
+
+class Bucket:
+    """So many units, refilled evenly within a minute; what is known only afterwards may overdraw it."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self._left, self._at_s = most, float(most), time.monotonic()
+
+    def left(self) -> float:
+        """Return the units that are there now."""
+        now = time.monotonic()
+        self._left, self._at_s = min(self.most, self._left + (now - self._at_s) * self.most / 60), now
+        return self._left
+
+    def wait_s(self, amount: float) -> float:
+        """Return the seconds until so many units are there; all of them suffice for more than there ever are."""
+        return max(0.0, (min(amount, self.most) - self.left()) * 60 / self.most)
+
+    def take(self, amount: float) -> None:
+        """Take units."""
+        self._left = self.left() - amount
+
+
+@dataclass(slots=True, eq=False)
+class Key:
+    """A client's key: its limits, and the tokens of its prompts that wait for their first token."""
+
+    name: str
+    entry: Entry
+    digest: bytes = field(init=False)
+    requests: Bucket | None = field(init=False)
+    tokens: Bucket | None = field(init=False)
+    waiting_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        self.digest = _digest(self.entry.key.encode())
+        self.requests = Bucket(self.entry.requests_per_minute) if self.entry.requests_per_minute else None
+        self.tokens = Bucket(self.entry.tokens_per_minute) if self.entry.tokens_per_minute else None
+
+    def take_request(self) -> None:
+        """Count a request; raises ApiError (429) beyond the limit."""
+        if self.requests is not None:
+            self._check(self.requests, 1, "requests")
+            self.requests.take(1)
+
+    def take_tokens(self, count: int) -> None:
+        """Count a prompt, which waits from now on; raises ApiError (429) beyond a limit. A prompt above a limit is served when it is alone."""
+        most = self.entry.queued_tokens
+        if most is not None and self.waiting_tokens and self.waiting_tokens + count > most:
+            raise _refusal(f"{self.waiting_tokens} tokens of this key wait and the request has {count}, {most} may wait", 1.0)
+        if self.tokens is not None:
+            self._check(self.tokens, count, "tokens")
+            self.tokens.take(count)
+        self.waiting_tokens += count
+
+    def spend_tokens(self, count: int) -> None:
+        """Count what was answered, though there may be less left."""
+        if self.tokens is not None:
+            self.tokens.take(count)
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Return what is left of the limits a minute, in OpenAI's headers; resets are when all is there again."""
+        told = []
+        for what, bucket in (("requests", self.requests), ("tokens", self.tokens)):
+            if bucket is not None:
+                values = {"limit": bucket.most, "remaining": max(0, int(bucket.left())), "reset": f"{bucket.wait_s(bucket.most):.3f}s"}
+                told += [(f"x-ratelimit-{name}-{what}".encode(), str(value).encode()) for name, value in values.items()]
+        return told
+
+    def _check(self, bucket: Bucket, count: int, what: str) -> None:
+        if (wait_s := bucket.wait_s(count)) > 0:
+            raise _refusal(f"this key may use {bucket.most} {what} a minute", wait_s)
+
+
+class KeyRing:
+    """All keys: those of the command line, which have no limits, and those of a file, read again when it changes."""
+
+    def __init__(self, plain: Sequence[str] = (), file: Path | None = None) -> None:
+        """Read the file; raises ConfigError for one that is not in order."""
+        self._plain = [Key(f"key {number}", Entry(key=one)) for number, one in enumerate(plain, 1)]
+        self._file, self._own, self._looked_s = file, list[Key](), time.monotonic()
+        self._seen: tuple[int, ...] = ()
+        if file is not None:
+            self._own, self._seen = self._read(file), self._stamp(file)
+
+    @property
+    def any(self) -> bool:
+        """Whether a key is needed at all."""
+        return bool(self._plain) or self._file is not None
+
+    @property
+    def several(self) -> bool:
+        """Whether keys tell clients apart."""
+        return self._file is not None or len(self._plain) > 1
+
+    def find(self, given: bytes) -> Key | None:
+        """Return the key that a client sent; the time this takes does not depend on which it is like."""
+        self._look()
+        digest, found = _digest(given), None
+        for one in (*self._plain, *self._own):
+            if hmac.compare_digest(digest, one.digest):
+                found = one
+        return found
+
+    def _look(self) -> None:
+        if self._file is None or time.monotonic() - self._looked_s < LOOK_S:
+            return
+        self._looked_s = time.monotonic()
+        try:
+            if (stamp := self._stamp(self._file)) != self._seen:
+                self._seen, self._own = stamp, self._read(self._file)
+                log.info("read %d keys", len(self._own))
+        except ConfigError as error:
+            log.error("%s The keys that were read before stay.", error)
+
+    def _read(self, file: Path) -> list[Key]:
+        try:
+            entries = {name: Entry.model_validate(own) for name, own in tomllib.loads(file.read_text(encoding="utf-8")).items()}
+        except (OSError, UnicodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"'{file}' holds no API keys: {' '.join(str(error).split())}", FIX) from None
+        except ValidationError as error:
+            first = error.errors(include_input=False)[0]  # what was given may be a key
+            raise ConfigError(f"'{file}': {'.'.join(map(str, first['loc'])) or 'a name'}: {first['msg']}", FIX) from None
+        if len({one.key for one in entries.values()}) < len(entries):
+            raise ConfigError(f"'{file}' has a key under two names", "Give each its own.")
+        if file.stat().st_mode & 0o077:
+            log.warning("'%s' can be read by others on this machine: chmod 600", file)
+        before = {one.name: one for one in self._own}
+        return [before[name] if name in before and before[name].entry == entry else Key(name, entry) for name, entry in entries.items()]
+
+    def _stamp(self, file: Path) -> tuple[int, ...]:
+        try:
+            found = file.stat()
+        except OSError as error:
+            raise ConfigError(f"'{file}' cannot be read: {error.strerror}", FIX) from None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _refusal(problem: str, wait_s: float) -> ApiError:
+    headers = {"retry-after": str(math.ceil(wait_s))}
+    return ApiError(429, problem, f"Try again in {math.ceil(wait_s)} s.", code="rate_limit_exceeded", headers=headers)
