@@ -8,9 +8,12 @@ from typing import Any
 import plugins
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "build", "simulate"]
+__all__ = ["LLM", "Grammar", "SamplingParams", "build", "simulate"]
 
-_WHERE = {"LLM": "trtkv.runtime.llm", "SamplingParams": "trtkv.runtime.sampler", "build": "trtkv.api", "simulate": "trtkv.simulation"}
+_WHERE = {
+    "LLM": "trtkv.runtime.llm", "Grammar": "trtkv.runtime.grammar", "SamplingParams": "trtkv.runtime.sampler", "build": "trtkv.api",
+    "simulate": "trtkv.simulation",
+}  # fmt: skip
 
 if Path(str(plugins.__file__)).parents[1] != Path(__file__).parents[1]:
     raise ImportError(f"the package {plugins.__file__} hides trtkv's 'plugins': start trtkv from another directory, or rename that one")

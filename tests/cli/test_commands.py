@@ -31,6 +31,17 @@ def engine(tmp_path_factory: pytest.TempPathFactory, tiny_llama: TinyModel) -> P
     return out
 
 
+def test_answers_of_a_schema_or_an_expression(engine: Path, tmp_path: Path, capsys: Capture) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text(json.dumps({"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}))
+    answer = output(capsys, "run", engine, "hello", "--json-schema", schema, "--max-tokens", 250, "--temperature", 1, "--seed", 2)
+    assert answer["finish_reason"] == "stop" and [type(one) for one in json.loads(answer["text"])] == [bool, bool]
+    assert output(capsys, "run", engine, "hello", "--regex", "z{3}")["text"] == "zzz"
+    assert "no-such.json" in complaint(capsys, "run", engine, "hello", "--json-schema", tmp_path / "no-such.json")
+    assert "unclosed group" in complaint(capsys, "run", engine, "hello", "--regex", "(z")
+    assert "both given" in complaint(capsys, "run", engine, "hello", "--regex", "z", "--json-schema", schema)
+
+
 def test_build_run_and_reuse(engine: Path, tiny_llama: TinyModel, capsys: Capture) -> None:
     again = output(
         capsys, "build", "--model", tiny_llama.path, "--policy", "fier", "--budget", 64, "--out", engine, "--backend", "none", "--max-seq-len", 256

@@ -15,6 +15,7 @@ from trtkv.cli.values import Amount, Cosine, Count, GiB, GiBOrNone, Part, Seed, 
 from trtkv.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
+    from trtkv.runtime.grammar import Grammar
     from trtkv.runtime.llm import LLM
     from trtkv.runtime.sampler import SamplingParams
 
@@ -51,6 +52,8 @@ def run(
     budget: Count | None = None,
     tau: Cosine | None = None,
     stop: list[str] | None = None,
+    json_schema: Path | None = None,
+    regex: str | None = None,
     ignore_eos: bool = False,
     quiet: bool = False,
     json: bool = False,
@@ -83,6 +86,8 @@ def run(
         budget: Tokens that each KV head reads in a decode step, at most the engine's; for policies that select what is read.
         tau: Cosine to the step before below which a head selects again, from -1 (hardly ever) to 1 (always); for freekv.
         stop: End the answer before this text; may be repeated.
+        json_schema: File with a JSON schema that the answer must match.
+        regex: Regular expression that the whole answer must match.
         ignore_eos: Do not end at the end-of-text token.
         quiet: Print no figures on standard error.
         json: Print one JSON object a prompt, with the figures of the run in the last.
@@ -101,6 +106,7 @@ def run(
         budget=budget,
         tau=tau,
         stop=tuple(stop or ()),
+        grammar=_grammar(json_schema, regex),
         ignore_eos=ignore_eos,
         adapter=next(iter(adapters), None),
     )
@@ -151,6 +157,16 @@ def figures(llm: LLM) -> str:
     )
 
 
+def _grammar(schema: Path | None, regex: str | None) -> Grammar | None:
+    from trtkv.runtime.grammar import Grammar
+
+    if schema is not None and regex is not None:
+        raise ConfigError("--json-schema and --regex were both given", "Give one of them.")
+    if schema is not None:
+        return Grammar("json_schema", _read_file(schema, "JSON schema"))
+    return None if regex is None else Grammar("regex", regex)
+
+
 def _read_prompts(prompt: str | None, files: list[Path] | None, chat: bool) -> list[str] | None:
     if prompt is not None and files:
         raise ConfigError("a prompt and --prompt-file were both given", "Give one of them.")
@@ -163,13 +179,13 @@ def _read_prompts(prompt: str | None, files: list[Path] | None, chat: bool) -> l
     return [_decode(sys.stdin.buffer.read(), "standard input")]
 
 
-def _read_file(file: Path) -> str:
+def _read_file(file: Path, what: str = "prompt file") -> str:
     if str(file) == "-":
         return _decode(sys.stdin.buffer.read(), "standard input")
     try:
         return _decode(file.read_bytes(), str(file))
     except OSError as error:
-        raise RequestError(f"the prompt file '{file}' cannot be read: {error.strerror or error}", "Check its name.") from None
+        raise RequestError(f"the {what} '{file}' cannot be read: {error.strerror or error}", "Check its name.") from None
 
 
 def _decode(data: bytes, where: str) -> str:

@@ -5,6 +5,7 @@ llguidance does both. It compiles in milliseconds, computes masks when they are 
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -51,7 +52,8 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, ends: Iterable[int]) -> None:
         """Take a tokenizer, the vocabulary of its model, which may be larger or smaller, and the ids that end an answer."""
-        self._tokenizer, self._size, self._ends = tokenizer, max(vocab_size, tokenizer.vocab_size), sorted(set(ends))
+        self._tokenizer, self._size = tokenizer, max(vocab_size, tokenizer.vocab_size)
+        self._ends = sorted({end for end in ends if end < self._size})
         self._lock, self._kept = threading.Lock(), OrderedDict[Grammar, Any]()
 
     @property
@@ -115,7 +117,13 @@ class Grammars:
 
     @cached_property
     def _tokens(self) -> Any:
-        return self._library.LLTokenizer(self._tokenizer.json, n_vocab=self._size, eos_token=self._ends or None)
+        library, text = self._library, _readable(self._tokenizer.json)
+        try:
+            return library.LLTokenizer(text, n_vocab=self._size, eos_token=self._ends or None)
+        except ValueError as error:
+            raise RequestError(
+                f"this tokenizer has no grammars: {_line(str(error))}", "Use a checkpoint with byte-level or byte-fallback BPE."
+            ) from None
 
     @cached_property
     def _threads(self) -> Any:
@@ -126,6 +134,15 @@ class Grammars:
         bits = np.ones(self.words * 32, np.uint8)
         bits[self._ends] = 0
         return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _readable(tokenizer: str) -> str:
+    """Write a decoder of the kind Metaspace in the older form, which llguidance reads: pieces' spaces, then bytes."""
+    data = json.loads(tokenizer)
+    if '"Metaspace"' in json.dumps(data["decoder"]):
+        space = {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "}
+        data["decoder"] = {"type": "Sequence", "decoders": [space, {"type": "ByteFallback"}, {"type": "Fuse"}]}
+    return json.dumps(data)
 
 
 def _line(text: str) -> str:

@@ -14,7 +14,7 @@ from trtkv.runtime.grammar import Grammar
 from trtkv.runtime.sampler import MOST_BIASED, SamplingParams
 from trtkv.serve.errors import ApiError
 from trtkv.serve.schema_tools import Tool, ToolCall, ToolChoice, check_tools
-from trtkv.serve.structured import ResponseFormat, Schema, StructuredOutputs, the_one
+from trtkv.serve.structured import ResponseFormat, Schema, StructuredOutputs, guided, the_one
 from trtkv.serve.structured import Texts as Choices
 
 INT64 = 2**63 - 1
@@ -126,9 +126,8 @@ class Generation(Strict):
 
     def grammar(self) -> Grammar | None:
         """Return what the answer must look like, if the request says it; raises ValueError where it says it twice."""
-        own = self.structured_outputs or StructuredOutputs()
-        guided = {"json": self.guided_json, "regex": self.guided_regex, "choice": self.guided_choice, "grammar": self.guided_grammar}
-        return the_one(*own.grammars(), *StructuredOutputs(**guided).grammars())
+        own = self.structured_outputs.grammars() if self.structured_outputs else []
+        return the_one(*own, *guided(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar))
 
     def limit(self, default: int) -> int:
         """Return the longest answer in tokens; default where the request names none."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -51,12 +53,17 @@ class StructuredOutputs(_Fields):
 
     def grammars(self) -> list[Grammar]:
         """Return the grammar of every field that is set."""
-        given: dict[Kind, Schema | list[str] | None] = {
-            "json_schema": self.json_, "regex": self.regex, "choice": self.choice, "ebnf": self.grammar,
-            "json_object": "" if self.json_object else None, "structural_tag": self.structural_tag,
-        }  # fmt: skip
-        texts = {kind: json.dumps(one, ensure_ascii=False) if isinstance(one, dict | list) else one for kind, one in given.items()}
-        return [Grammar(kind, text) for kind, text in texts.items() if text is not None]
+        more: dict[Kind, str | None] = {"json_object": "" if self.json_object else None, "structural_tag": self.structural_tag}
+        return guided(self.json_, self.regex, self.choice, self.grammar, more)
+
+
+def guided(
+    schema: Schema | None, regex: str | None, choice: list[str] | None, grammar: str | None, more: Mapping[Kind, str | None] = MappingProxyType({})
+) -> list[Grammar]:
+    """Return the grammar of every form that is given."""
+    given: dict[Kind, Schema | list[str] | None] = {"json_schema": schema, "regex": regex, "choice": choice, "ebnf": grammar, **more}
+    texts = {kind: json.dumps(one, ensure_ascii=False) if isinstance(one, dict | list) else one for kind, one in given.items()}
+    return [Grammar(kind, text) for kind, text in texts.items() if text is not None]
 
 
 def the_one(*found: Grammar | None) -> Grammar | None:
