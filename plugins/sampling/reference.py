@@ -7,7 +7,7 @@ from torch import Tensor
 
 TEMPERATURE, MIN_P, TOP_P, REPETITION, PRESENCE, FREQUENCY, TOP_K, FLAGS = range(8)  # columns of the settings
 FIELDS = 8
-PENALIZED, LOGPROB, BIASED = 1, 2, 4  # bits of the flags
+PENALIZED, LOGPROB, BIASED, LATER = 1, 2, 4, 8  # bits of the flags; what is chosen again LATER may be chosen in any way now, or not at all
 ANSWERED = (1 << 24) - 1  # of a count: how often a token was answered
 IN_PROMPT = 1 << 24
 UNIT = 2.0**40  # integer weight of the likeliest token; sums of a vocabulary stay far below 2**63

@@ -9,7 +9,7 @@
 #define WAYS 4               // parts into which a round of bisection cuts its range
 #define UNIT 1099511627776.f // integer weight of the likeliest token
 enum { TEMPERATURE, MIN_P, TOP_P, REPETITION, PRESENCE, FREQUENCY, TOP_K, FLAGS, FIELDS };
-enum { PENALIZED = 1, LOGPROB = 2, BIASED = 4 };
+enum { PENALIZED = 1, LOGPROB = 2, BIASED = 4, LATER = 8 };
 #define ANSWERED 0x00ffffff // of a count: how often a token was answered; a bit above it says that it is in the prompt
 
 // Order-preserving image of a float that is not NaN; both zeros are one.
@@ -227,6 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) sample(const float* log
   const int b = blockIdx.x / CLUSTER, rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
   const float* f = settings + b * FIELDS;
   const int flags = (int)f[FLAGS], slot = slots[b], at = CONSTRAINED ? rows[b] : b, share = (vocab + CLUSTER - 1) / CLUSTER;
+  if (flags & LATER) return; // all blocks of the row
   int turn = 0;
   Row row = {logits + (long long)at * vocab, (flags & PENALIZED) && counts ? counts + (long long)slot * vocab : nullptr,
       reinterpret_cast<float*>(dynamic), f[REPETITION], f[PRESENCE], f[FREQUENCY], f[TEMPERATURE], f[MIN_P], 0.f,

@@ -157,9 +157,9 @@ def test_a_short_sequence_is_read_whole_where_that_is_faster(wide: TinyModel, tm
 def test_steps_of_short_sequences_are_captured_apart(wide: TinyModel, tmp_path: Path) -> None:
     one = rig(wide, "fier", tmp_path, "bfloat16", slots=1)
     generate(one, prompts(50), 14)
-    assert one.stepper._graphs is not None and list(one.stepper._graphs._captured) == [(1, -1, True)]
+    assert one.stepper._graphs is not None and list(one.stepper._graphs._captured) == [(1, -1, True, False)]
     generate(one, prompts(60), 14)
-    assert list(one.stepper._graphs._captured) == [(1, -1, True), (1, -1, False)]
+    assert list(one.stepper._graphs._captured) == [(1, -1, True, False), (1, -1, False, False)]
 
 
 @pytest.mark.parametrize("policy", SELECTING)

@@ -20,7 +20,7 @@ from trtkv.runtime.sampler import SamplingParams, count_tokens, settings_of, uni
 
 PENDING = -1  # represents a token that the device knows and the host does not
 RING = 4  # blocks for results: more than there are steps on their way
-ANY = settings_of(SamplingParams())  # of rows that are chosen again: the cheapest choice, which counts nothing
+LATER = [*settings_of(SamplingParams())[: reference.FLAGS], float(reference.LATER)]  # of rows that are chosen again
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Ask:
         history = (tokens, prompt) if params.penalizes else None
         settings, again = settings or settings_of(params), None
         if params.constrained:
-            settings, again = ANY, settings
+            settings, again = LATER, settings
         biases = () if continues else params.logit_bias
         return Ask(settings, number, params.top_logprobs, bool(params.logprobs), history, continues, again, biases)
 
