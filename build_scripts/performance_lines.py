@@ -32,6 +32,13 @@ SOAK = (
     "Of {requests:,} requests at {overload} times the rate that a server on a CPU can answer, {answered:,} were answered, {refused} refused with 429 "
     "or 503, {cancelled} cancelled and {vanished} abandoned by clients; no page was lost, memory rose by {rise} ({facts}, `build_scripts/soak.py`)."
 )
+GRAMMAR = (
+    "JSON grammars on all rows of a decode step ({streams} x {context:,} tokens, {model}) cost {free:.1%} of it (goal 3%), with greatest lengths "
+    "of strings {bounded:.0%}: some masks then take several milliseconds ({facts}, `build_scripts/bench_grammar.py`)."
+)
+ADAPTERS = (
+    "With {adapters} LoRA adapters of rank {rank} ({model}) unused, one used, or all in one batch, {rows} ({facts}, `build_scripts/bench_lora.py`)."
+)
 PARTS = "Speedup of two GPUs over one, with {layers} layers of {model}: {gains} ({gpu}, commit {commits}, {date}, `build_scripts/bench_parts.py`)."
 CPU = (
     "On a CPU, prompts of {first:,} and {last:,} tokens over transformers' times: prefill {full_prefill} (`full`) and {fier_prefill} (`fier`), "
@@ -50,7 +57,7 @@ BUILT = (
 
 def others(records: Sequence[Record]) -> str:
     """Write a line for each of the other measurements."""
-    lines = [line for write in (choosing, prompts, servers, parts, processor, loading) for line in write(records)]
+    lines = [line for write in (choosing, prompts, servers, parts, processor, loading, grammars, adapters) for line in write(records)]
     return "\n## Other measurements\n\n" + "\n".join(f"- {line}" for line in lines) + "\n" if lines else ""
 
 
@@ -149,3 +156,25 @@ def loading(records: Sequence[Record]) -> list[str]:
     lines = [LOADED.format(**ours, gigabytes=ours["bytes"] / 1e9, theirs=theirs["s"], date=ours["at"][:10])] if ours and theirs else []
     built = [one for one in records if one["benchmark"] == "build"][-1:]
     return lines + [BUILT.format(**{**one, "date": one["date"][:10]}, megabytes=one["plan_bytes"] / 1e6) for one in built]
+
+
+def grammars(records: Sequence[Record]) -> list[str]:
+    """Say what grammars on all rows cost a step."""
+    own = [one for one in records if one["benchmark"] == "grammar" and "costs" in one][-1:]
+    return [GRAMMAR.format(**one, free=one["costs"]["json"], bounded=one["costs"]["json with lengths"], facts=facts([one])) for one in own]
+
+
+def adapters(records: Sequence[Record]) -> list[str]:
+    """Say what adapters add to a step and to prompts."""
+    own = newest((one for one in records if one["benchmark"] == "lora"), "model", "rows", "case")
+    at = {(one["rows"], one["case"]): one for one in own}
+    rows = []
+    for count in dict.fromkeys(one["rows"] for one in own):
+        plain = at[count, "none loaded"]
+        steps, prompts = ([at[count, case][name] / plain[name] for case in ("unused", "one", "all")] for name in ("step_ms", "prompts_ms"))
+        rows.append(f"a step of {count} rows takes {_three(steps)} times as long, prompts {_three(prompts)}")
+    return [ADAPTERS.format(**{**own[0], "rows": "; ".join(rows), "facts": facts(own)})] if own else []
+
+
+def _three(ratios: Sequence[float]) -> str:
+    return ", ".join(f"{one:.2f}" for one in ratios)
