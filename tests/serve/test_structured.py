@@ -48,6 +48,7 @@ FORMS: list[tuple[dict[str, Any], str]] = [
     ({"structured_outputs": {"json": CITY}}, r"\{.*\}"),
     ({"structured_outputs": {"json": json.dumps(CITY)}}, r"\{.*\}"),
     ({"guided_json": CITY}, r"\{.*\}"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}}, r"\{.*\}"),
     ({"guided_regex": "q{4}"}, "qqqq"),
     ({"guided_choice": ["auf"]}, "auf"),
     ({"guided_grammar": 'start: "z"'}, "z"),

@@ -108,6 +108,7 @@ class Generation(Strict):
     user: str | None = Field(None, max_length=512)
     logit_bias: Annotated[Bias, Field(max_length=MOST_BIASED)] | None = None
     prompt_logprobs: Unserved = None
+    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
     guided_regex: str | None = None
@@ -127,7 +128,8 @@ class Generation(Strict):
     def grammar(self) -> Grammar | None:
         """Return what the answer must look like, if the request says it; raises ValueError where it says it twice."""
         own = self.structured_outputs.grammars() if self.structured_outputs else []
-        return the_one(*own, *guided(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar))
+        form = self.response_format.grammar() if self.response_format else None
+        return the_one(form, *own, *guided(self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar))
 
     def limit(self, default: int) -> int:
         """Return the longest answer in tokens; default where the request names none."""
@@ -173,7 +175,6 @@ class ChatRequest(Generation):
     max_completion_tokens: int | None = Field(None, ge=1, le=INT64)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: ResponseFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Annotated[list[Tool], Field(fail_fast=True, max_length=128)] | None = None
     tool_choice: ToolChoice | None = None
@@ -193,10 +194,6 @@ class ChatRequest(Generation):
     def limit(self, default: int) -> int:
         """Return the longest answer in tokens; default where the request names none."""
         return self.max_completion_tokens or super().limit(default)
-
-    def grammar(self) -> Grammar | None:
-        """Return what the answer must look like, if the request says it; raises ValueError where it says it twice."""
-        return the_one(super().grammar(), self.response_format.grammar() if self.response_format else None)
 
     @model_validator(mode="after")
     def _no_contradiction(self) -> ChatRequest:
