@@ -20,6 +20,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -269,30 +271,39 @@ def main() -> None:
     parser.add_argument("--policy", default="full")
     parser.add_argument("--results", type=Path)
     own = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
-    from tests.tiny import make_tiny
-
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        model = make_tiny("llama", folder / "model", max_position_embeddings=1024)
-        printable(model.path)
-        limits = {"max_seq_len": 512, "max_batch_size": 8, "max_chunk_tokens": 128}
-        engine = build(str(model.path), own.policy, out=folder / "engine", backend="none", sms=("none",), **limits)
+        engine = build_tiny(Path(name), "engine", own.policy)
         # A cache of few full sequences: some are preempted.
-        words = [sys.executable, "-m", "trtkv", "serve", str(engine), "--no-triton", "--device", "cpu", "--port", "0", "--json"]
-        words += ["--max-waiting", "24", "--max-waiting-tokens", "2048", "--schedule", "fair"]
-        words += ["--cache-gib", str(_cache_gib(engine, FILLING * 512))]
-        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
-            try:
-                assert server.stdout is not None
-                url = json.loads(server.stdout.readline())["address"]
-                record = soak(url, server.pid, own.requests, 512, own.overload)
-            finally:
-                server.terminate()
+        cache = ["--cache-gib", str(_cache_gib(engine, FILLING * 512))]
+        with serving([engine], "--no-triton", "--max-waiting-tokens", "2048", "--schedule", "fair", *cache) as (url, pid):
+            record = soak(url, pid, own.requests, 512, own.overload)
     if own.results:
         append_records(own.results, [record])
     print({name: value for name, value in record.items() if name != "state"})
     sys.exit(record["status"] != "ok")
+
+
+def build_tiny(folder: Path, name: str, policy: str) -> Path:
+    """Build an engine of a tiny model whose every token prints, for 512 tokens and eight sequences."""
+    sys.path.insert(0, str(ROOT))
+    from tests.tiny import make_tiny
+
+    model = make_tiny("llama", folder / "model", max_position_embeddings=1024)
+    printable(model.path)
+    limits = {"max_seq_len": 512, "max_batch_size": 8, "max_chunk_tokens": 128}
+    return build(str(model.path), policy, out=folder / name, backend="none", sms=("none",), **limits)
+
+
+@contextmanager
+def serving(engines: Sequence[Path], *options: str) -> Iterator[tuple[str, int]]:
+    """Serve engines on the CPU in a process of their own; gives its address and its number."""
+    words = [sys.executable, "-m", "trtkv", "serve", *map(str, engines), "--device", "cpu", "--port", "0", "--json", "--max-waiting", "24", *options]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            yield json.loads(server.stdout.readline())["address"], server.pid
+        finally:
+            server.terminate()
 
 
 def _cache_gib(engine: Path, tokens: int) -> float:

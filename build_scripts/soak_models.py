@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,9 +26,8 @@ from typing import Any
 import httpx
 import psutil
 import torch
-from soak import FLAT_BYTES, PATH, PATIENCE_S, ROOT, Asked, Outcome, ask, draw, flat, printable, settle
+from soak import FLAT_BYTES, PATH, PATIENCE_S, Asked, Outcome, ask, build_tiny, draw, flat, serving, settle
 
-from trtkv.api import build
 from trtkv.bench.records import append_records, commit, environment
 
 MALFORMED = (b"", b"{", b"[]", b'{"prompt": 5}', b'{"prompt": "a", "top_p": 9}', b'{"prompt": [[1], "a"]}', b"\xff", b'{"prompt": [9999999]}')
@@ -148,29 +145,19 @@ def main() -> None:
     parser.add_argument("--triton-env", type=Path)
     parser.add_argument("--results", type=Path)
     own = parser.parse_args()
-    sys.path.insert(0, str(ROOT))
-    from tests.tiny import make_tiny
-
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = make_tiny("llama", folder / "model", max_position_embeddings=1024)
-        printable(model.path)
-        limits = {"max_seq_len": 512, "max_batch_size": 8, "max_chunk_tokens": 128}
-        engine = build(str(model.path), "full", out=folder / "model-1", backend="none", sms=("none",), **limits)
+        engine = build_tiny(folder, "model-1", "full")
         engines = [engine, *(Path(shutil.copytree(engine, folder / f"model-{index}")) for index in range(2, own.models + 1))]
         how = ["--triton-env", str(own.triton_env)] if own.triton_env else ["--no-triton"]
-        words = [sys.executable, "-m", "trtkv", "serve", *map(str, engines), *how, "--device", "cpu", "--port", "0", "--json"]
-        words += ["--max-waiting", "24", "--read-s", "5", "--cache-gib", "0.05"]
-        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as server:
-            try:
-                assert server.stdout is not None
-                url, names = json.loads(server.stdout.readline())["address"], [one.name for one in engines]
-                soak, began_s = Soak(url, psutil.Process(server.pid), names), time.monotonic()
-                asked = [Named(**asdict(one), model=names[at % len(names)]) for at, one in enumerate(draw(own.requests, 512, 0))]
-                asyncio.run(soak.drive(asked, own.kill_s if own.triton_env else None))
-                found = record(soak, own.requests, time.monotonic() - began_s)
-            finally:
-                server.terminate()
+        with serving(engines, *how, "--read-s", "5", "--cache-gib", "0.05") as (url, pid):
+            names = [one.name for one in engines]
+            soak, began_s = Soak(url, psutil.Process(pid), names), time.monotonic()
+            asked = [Named(**asdict(one), model=names[at % len(names)]) for at, one in enumerate(draw(own.requests, 512, 0))]
+            asyncio.run(soak.drive(asked, own.kill_s if own.triton_env else None))
+            if not soak.front.is_running() or soak.front.status() == psutil.STATUS_ZOMBIE:
+                sys.exit(f"the server has ended: its workers were killed more often than it restarts them (--kill-s {own.kill_s})")
+            found = record(soak, own.requests, time.monotonic() - began_s)
     if own.results:
         append_records(own.results, [found])
     print(found)

@@ -3,10 +3,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
 from starlette.testclient import TestClient
 
-from tests.serve.rig import built, client
+from tests.serve.rig import TEMPLATE, built, client, free, templated
 from tests.tiny import TinyModel
 from trtkv.runtime.llm import LLM
 
@@ -25,3 +26,16 @@ def llm(engine_dir: Path) -> LLM:
 def api(llm: LLM) -> Iterator[TestClient]:
     with client({"tiny": llm}) as made:
         yield made
+
+
+@pytest.fixture
+def engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    """The engine with a chat template that renders tools."""
+    templated(llm, TEMPLATE, monkeypatch)
+    yield llm
+    assert free(llm)
+
+
+@pytest.fixture
+def ask(api: TestClient, engine: LLM) -> openai.OpenAI:
+    return openai.OpenAI(base_url="http://testserver/v1", api_key="unused", http_client=api, max_retries=0)

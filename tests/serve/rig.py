@@ -28,6 +28,11 @@ from trtkv.serve.queue import Queue
 from trtkv.serve.reading.templates import tool_use
 
 PATIENCE_S = 30.0
+# A chat template that renders tools and calls.
+TEMPLATE = """{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %} Answer <tool_call>{% endif %}
+{%- for message in messages %}<|{{ message.role }}|>{{ message.content }}
+{%- for call in message.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+{%- endfor %}<|end|>{% endfor %}<|assistant|>"""
 
 
 @contextlib.contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
@@ -12,8 +11,8 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 from starlette.testclient import TestClient
 
-from tests.serve.rig import free, scripted, templated
-from tests.serve.test_tools import CALL, SCHEMA, TEMPLATE, THINKING
+from tests.serve.rig import scripted, templated
+from tests.serve.test_tools import CALL, SCHEMA, THINKING
 from trtkv.errors import EngineError
 from trtkv.runtime.batcher import Event
 from trtkv.runtime.llm import LLM
@@ -25,18 +24,6 @@ from trtkv.serve.responses_schema import ResponsesRequest
 PATH = "/v1/responses"
 TOOLS: list[Any] = [{"type": "function", "name": name, "parameters": SCHEMA, "strict": False} for name in ("f", "g")]
 BODY: dict[str, Any] = {"input": "hi", "tools": TOOLS}
-
-
-@pytest.fixture
-def engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
-    templated(llm, TEMPLATE, monkeypatch)
-    yield llm
-    assert free(llm)
-
-
-@pytest.fixture
-def ask(api: TestClient, engine: LLM) -> openai.OpenAI:
-    return openai.OpenAI(base_url="http://testserver/v1", api_key="unused", http_client=api, max_retries=0)
 
 
 def events_of(api: TestClient, body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,41 +12,25 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
-from tests.serve.rig import built, chunks, client, free, scripted, templated
+from tests.serve.rig import TEMPLATE, built, chunks, client, scripted, templated
 from tests.tiny import TinyModel
 from trtkv.errors import EngineError, RequestError
 from trtkv.runtime.grammar import Grammar
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.matcher import Grammars, Matcher
 from trtkv.serve.app import Settings
+from trtkv.serve.call_grammar import after_reasoning, grammar_of_calls
 from trtkv.serve.chat import Parsers
-from trtkv.serve.reading.grammar import after_reasoning, grammar_of_calls
 from trtkv.serve.reading.registry import call_formats
 from trtkv.serve.schema import ChatRequest
 
 CHAT = "/v1/chat/completions"
-TEMPLATE = """{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %} Answer <tool_call>{% endif %}
-{%- for message in messages %}<|{{ message.role }}|>{{ message.content }}
-{%- for call in message.tool_calls or [] %}<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-{%- endfor %}<|end|>{% endfor %}<|assistant|>"""
 THINKING = TEMPLATE + "{% if not quiet %}<think>\n{% else %}<think></think>{% endif %}"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: list[Any] = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("f", "g")]
 CALL = '<tool_call>\n{"name": "f", "arguments": {"city": "Köln"}}\n</tool_call>'
 ASKED: list[Any] = [{"role": "user", "content": "hi"}]
 BODY: dict[str, Any] = {"messages": ASKED, "tools": TOOLS}
-
-
-@pytest.fixture
-def engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
-    templated(llm, TEMPLATE, monkeypatch)
-    yield llm
-    assert free(llm)
-
-
-@pytest.fixture
-def ask(api: TestClient, engine: LLM) -> openai.OpenAI:
-    return openai.OpenAI(base_url="http://testserver/v1", api_key="unused", http_client=api, max_retries=0)
 
 
 def both(api: TestClient, body: dict[str, Any]) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from trtkv.serve.keys import Key
 from trtkv.serve.logs import REQUEST
 from trtkv.serve.metrics import Prometheus
-from trtkv.serve.traces import Traces
 
 log = logging.getLogger("trtkv.access")
 ACCOUNT = "trtkv.account"  # in a request's scope
@@ -86,8 +86,8 @@ class Account:
 class Accounts:
     """Gives every request an id and an account; counts, logs and traces it at its end."""
 
-    def __init__(self, app: ASGIApp, metrics: Prometheus, traces: Traces | None) -> None:
-        self.app, self.answers, self.traces = app, metrics.answers, traces
+    def __init__(self, app: ASGIApp, metrics: Prometheus, ended: Callable[[Account, Mapping[bytes, bytes]], None] | None) -> None:
+        self.app, self.answers, self.ended = app, metrics.answers, ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Follow one request."""
@@ -115,5 +115,5 @@ class Accounts:
             route = scope.get("route")
             self.answers.labels(path=getattr(route, "path", "other"), status=str(account.status)).inc()
             log.info("%s %r %d %.3f s", account.method, account.path, account.status, account.seconds, extra={"told": account.told()})
-            if self.traces is not None and account.model is not None:
-                self.traces.end(account, headers)
+            if self.ended is not None and account.model is not None:
+                self.ended(account, headers)

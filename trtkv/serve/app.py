@@ -57,7 +57,7 @@ class Settings:
 def make_app(backends: Mapping[str, Backend], metrics: Prometheus, settings: Settings = Settings(), **more: Any) -> FastAPI:
     """Make the application; more is passed to FastAPI, such as lifespan."""
     api, own = OpenAI(backends, settings.parsers), Own(backends, metrics)
-    around = [Middleware(Accounts, metrics=metrics, traces=settings.traces)]
+    around = [Middleware(Accounts, metrics=metrics, ended=settings.traces.end if settings.traces else None)]
     if settings.origins:
         around.append(Middleware(CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["GET", "POST"], allow_headers=["*"]))
     if settings.hosts:

@@ -10,9 +10,9 @@ from trtkv.errors import RequestError, UnknownName
 from trtkv.runtime.sampler import SamplingParams
 from trtkv.runtime.tokenizer import Tokenizer
 from trtkv.serve.backend import Backend, tokenizer_of
+from trtkv.serve.call_grammar import after_reasoning, grammar_of_calls
 from trtkv.serve.prompts import aside, encode
 from trtkv.serve.reading.calls import CallFormat, Calls
-from trtkv.serve.reading.grammar import after_reasoning, grammar_of_calls
 from trtkv.serve.reading.reader import Reader
 from trtkv.serve.reading.registry import AUTO, NONE, call_format, call_formats, thought_format, thought_formats
 from trtkv.serve.reading.templates import plain_calls, tool_use

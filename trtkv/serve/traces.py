@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import trtkv
 from trtkv.errors import ConfigError
-
-if TYPE_CHECKING:
-    from trtkv.serve.account import Account
+from trtkv.serve.account import Account
 
 PATH = "/v1/traces"
 LAST_S = 2.0  # to send what has gathered when the server stops

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from trtkv.serve.reading.braces import Braces
 from trtkv.serve.reading.parts import Part, withheld
+from trtkv.serve.reading.states import States
 
 NAME = r"(?P<name>[A-Za-z0-9_.:-]{1,128})"
 OBJECT = rf'\{{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"{NAME}"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
@@ -40,7 +41,7 @@ class CallFormat:
         return (self.opener, *self.more)
 
 
-class Calls:
+class Calls(States):
     """Parts an answer into calls of known functions and content.
 
     Arguments pass on as they come, once the function's name is known; whatever does not begin as a call of one of these functions is content.
@@ -51,17 +52,9 @@ class Calls:
         """Begin an answer."""
         self._form, self._names, self._most = form, frozenset(names), most
         self._heads = [re.compile(one) for one in form.heads]
-        self._text = self._space = ""
+        self._space = ""
         self._braces, self._scanned, self._wrapped, self._count = Braces(), 0, False, 0
-        self._state: Callable[[bool], list[Part] | None] = self._gap if form.bare else self._content
-
-    def read(self, text: str, final: bool = False) -> list[Part]:
-        """Take a piece of the answer; returns what is certain with it, at the end everything."""
-        self._text += text
-        parts: list[Part] = []
-        while (found := self._state(final)) is not None:
-            parts += found
-        return parts
+        super().__init__(self._gap if form.bare else self._content)
 
     def _content(self, final: bool) -> list[Part] | None:
         opener = self._form.opener

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from trtkv.serve.reading.parts import Part, withheld
+from trtkv.serve.reading.states import States
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class ThoughtFormat:
 FORMATS = (ThoughtFormat("think", "<think>", "</think>"), ThoughtFormat("magistral", "[THINK]", "[/THINK]"))
 
 
-class Thoughts:
+class Thoughts(States):
     """Parts an answer into reasoning and the rest; white space around the signs is dropped.
 
     opened says that the prompt ends with the opener, so that the answer begins inside.
@@ -28,21 +28,13 @@ class Thoughts:
 
     def __init__(self, form: ThoughtFormat, opened: bool) -> None:
         """Begin an answer."""
-        self._form, self._text = form, ""
-        self._state: Callable[[bool], list[Part] | None] = self._begin if opened else self._before
+        self._form = form
+        super().__init__(self._begin if opened else self._before)
 
     @property
     def inside(self) -> bool:
         """Whether the answer is at its reasoning."""
         return self._state in (self._begin, self._reason)
-
-    def read(self, text: str, final: bool = False) -> list[Part]:
-        """Take a piece of the answer; returns what is certain with it, at the end everything."""
-        self._text += text
-        parts: list[Part] = []
-        while (found := self._state(final)) is not None:
-            parts += found
-        return parts
 
     def _before(self, final: bool) -> list[Part] | None:
         start = self._text.lstrip()

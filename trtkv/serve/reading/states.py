@@ -1,0 +1,25 @@
+"""Text that comes in pieces, read by one state after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from trtkv.serve.reading.parts import Part
+
+State = Callable[[bool], "list[Part] | None"]
+
+
+class States:
+    """Reads an answer: a state takes what it understands of the text and says which one is next, until one needs more text (None)."""
+
+    def __init__(self, first: State) -> None:
+        """Begin an answer."""
+        self._text, self._state = "", first
+
+    def read(self, text: str, final: bool = False) -> list[Part]:
+        """Take a piece of the answer; returns what is certain with it, at the end everything."""
+        self._text += text
+        parts: list[Part] = []
+        while (found := self._state(final)) is not None:
+            parts += found
+        return parts
