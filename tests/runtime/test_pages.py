@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from plugins.cache.pages import HeadPages
 from trtkv.errors import CapacityError
 from trtkv.runtime.pages import PageAllocator
-from trtkv.runtime.prefix_tree import page_keys
+from trtkv.runtime.prefix_tree import Key, page_keys
 
 POOL = 12
 SIZE = 2
@@ -34,7 +35,28 @@ class Owner:
 
 
 def names(tokens: list[int]) -> list[bytes]:
-    return page_keys([token for token in tokens for _ in range(SIZE)], SIZE, len(tokens))
+    return page_keys(stored(tokens), SIZE, len(tokens))
+
+
+def stored(tokens: list[int]) -> list[int]:
+    return [token for token in tokens for _ in range(SIZE)]
+
+
+@dataclass
+class Replayed:
+    """What somebody who only hears of changes knows of the shared pages: by name, the tokens of all pages up to one."""
+
+    known: dict[Key, list[int]] = field(default_factory=dict)
+
+    def stored(self, parent: Key | None, keys: Sequence[Key], tokens: Sequence[int]) -> None:
+        path = [] if parent is None else self.known[parent]
+        assert len(tokens) == len(keys) * SIZE
+        for index, key in enumerate(keys):
+            assert key not in self.known, "a page is told of twice"
+            path = self.known[key] = [*path, *tokens[index * SIZE : (index + 1) * SIZE]]
+
+    def removed(self, key: Key) -> None:
+        del self.known[key]
 
 
 class Pool(RuleBasedStateMachine):
@@ -47,6 +69,8 @@ class Pool(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pages = PageAllocator(POOL)
+        self.replayed = Replayed()
+        self.pages.watch(self.replayed)
         self.owners: list[Owner] = []
         self.paths: dict[tuple[int, ...], int] = {}
         self.used: dict[tuple[int, ...], int] = {}
@@ -107,7 +131,7 @@ class Pool(RuleBasedStateMachine):
     def fill(self, data: st.DataObject, count: int) -> None:
         owner = data.draw(st.sampled_from(self.owners))
         full = min(len(owner.tokens), len(owner.pages), owner.offered + count)
-        self.pages.publish(owner.pages, owner.keys[:full], owner.offered)
+        self.pages.publish(owner.pages, owner.keys[:full], stored(owner.tokens[:full]), owner.offered)
         self.publish(owner, owner.offered, full)
         owner.offered = max(owner.offered, full)
 
@@ -148,7 +172,7 @@ class Pool(RuleBasedStateMachine):
         fresh = iter(self.take(missing))
         owner.pages = owner.pages[:start] + [next(fresh) if page is None else page for page in kept]
         owner.left = []
-        self.pages.publish(owner.pages, owner.keys[: owner.offered])
+        self.pages.publish(owner.pages, owner.keys[: owner.offered], stored(owner.tokens[: owner.offered]))
         self.publish(owner, 0, owner.offered)
 
     @precondition(lambda self: self.owners)
@@ -172,6 +196,10 @@ class Pool(RuleBasedStateMachine):
             at = [index for index in range(len(owner.pages)) if self.paths.get(tuple(owner.tokens[: index + 1])) == owner.pages[index]]
             assert at == list(range(len(at))), "an owner of a published page does not own its parent"
 
+    @invariant()
+    def replayed_events_give_what_is_shared(self) -> None:
+        assert self.replayed.known == {names(list(path))[-1]: stored(list(path)) for path in self.paths}
+
     def teardown(self) -> None:
         for owner in list(self.owners):
             self.free(owner, len(owner.pages))
@@ -189,7 +217,7 @@ def test_the_leaf_unused_for_longest_is_reused_first() -> None:
     one = pages.take(2)
     pages.publish(one, stem)
     two = pages.share(stem[:1]) + pages.take(1)
-    pages.publish(two, [*stem[:1], *left], 1)
+    pages.publish(two, [*stem[:1], *left], start=1)
     other = pages.take(1)
     pages.publish(other, names([1]))
     pages.give(other)
@@ -216,3 +244,15 @@ def test_pages_of_heads_grow_and_shrink() -> None:
     assert gone.tolist() == [8, 100, 140] and left.counts.tolist() == [1, 39, 1]
     whole = HeadPages.of([5, 2], 3)
     assert whole.table.tolist() == [[15, 6], [16, 7], [17, 8]] and bool(whole) and not HeadPages.empty(2)
+
+
+def test_who_begins_to_watch_hears_of_everything_that_is_shared() -> None:
+    pages, heard = PageAllocator(2), Replayed()
+    before = pages.take(2)
+    pages.publish(before, names([0, 1]), stored([0, 1]))
+    pages.give(before)
+    pages.watch(heard)
+    assert pages.known(names([0, 1])) == 0 and pages.free == 2
+    after = pages.take(1)
+    pages.publish(after, names([1]), stored([1]))
+    assert list(heard.known.values()) == [stored([1])]

@@ -12,12 +12,13 @@ import cyclopts
 from rich.console import Console
 
 import trtkv
-from trtkv.cli import bench, build, doctor, export_triton, inspect, lists, pull, run, serve, verify
+from trtkv.cli import bench, build, doctor, export_triton, inspect, lists, pull, run, serve, verify, worker
 from trtkv.cli import eval as evaluation
 from trtkv.errors import TrtkvError
 
 USER_ERROR, USAGE, INTERRUPTED = 1, 2, 130
 DEBUG = "--debug"
+DYNAMO = "--dynamo"  # with serve: a command of its own, whose options are others
 
 app = cyclopts.App(
     name="trtkv",
@@ -28,7 +29,7 @@ app = cyclopts.App(
     help_epilogue=f"With {DEBUG} every command shows the traceback of an error.",
     default_parameter=cyclopts.Parameter(negative=()),
 )
-for module in (build, run, serve, export_triton, evaluation, bench, pull, inspect, verify, lists, doctor):
+for module in (build, run, serve, export_triton, evaluation, bench, pull, inspect, verify, lists, doctor, worker):
     module.register(app)
 
 
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 an error, 2 wrong usage, 130 interrupted."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     given = [word for word in words if word != DEBUG]
+    if given[:1] == ["serve"] and DYNAMO in given:
+        given = [worker.NAME, *(word for word in given[1:] if word != DYNAMO)]
     try:
         app(given, exit_on_error=False, print_error=False, error_console=Console(stderr=True))
     except BrokenPipeError:

@@ -101,7 +101,7 @@ class GrowingScheduler(Scheduler):
         keys = self._shareable(one)
         self._save(one, 0, shared)
         filled = next((at for at in range(shared, len(keys)) if not self.saved.load(one.pages[at], keys[at])), len(keys))
-        self.pages.publish(one.pages, keys[:filled], shared)
+        self._offer(one, filled, shared)
         return filled
 
     def _save(self, one: Running, start: int, end: int) -> None:
@@ -114,9 +114,12 @@ class GrowingScheduler(Scheduler):
         """Offer a sequence's full pages to others."""
         full = min(one.seen, self._lasting(one)) // self.plan.page_size
         if self.plan.in_pages and full > one.offered:
-            self.pages.publish(one.pages, self._keys(one, full), one.offered)
+            self._offer(one, full, one.offered)
             self._save(one, one.offered, full)
             one.offered = full
+
+    def _offer(self, one: Running, end: int, start: int) -> None:
+        self.pages.publish(one.pages, self._keys(one, end), one.tokens[: end * self.plan.page_size], start)
 
     def _lasting(self, one: Running) -> int:
         """Return how many of a sequence's tokens have known ids and would be stored alike in another prompt."""

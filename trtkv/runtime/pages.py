@@ -17,6 +17,16 @@ Need = TypeVar("Need", contravariant=True)
 Taken = TypeVar("Taken", bound=Pages)
 
 
+class Watcher(Protocol):
+    """Hears which contents may be shared; called by whoever owns the allocator, between two steps."""
+
+    def stored(self, parent: Key | None, keys: Sequence[Key], tokens: Sequence[int]) -> None:
+        """Hear that pages, each the next one's parent, hold these tokens and are shared from now on; parent precedes them, None at the beginning."""
+
+    def removed(self, key: Key) -> None:
+        """Hear that a page is not shared any more."""
+
+
 class PageAllocator:
     """Allocates page numbers of one pool, lowest first, so that a sequence's pages tend to lie side by side.
 
@@ -30,11 +40,18 @@ class PageAllocator:
         self._taken = [0] * num_pages  # how often a page has been taken: its contents then start over
         self._owners: dict[int, int] = {}
         self._tree = PrefixTree()
+        self._watcher: Watcher | None = None
 
     @property
     def free(self) -> int:
         """Free pages."""
         return len(self._free) + self._tree.idle
+
+    def watch(self, watcher: Watcher) -> None:
+        """Tell a watcher what is shared from now on; what no sequence owns is forgotten first, and none may run."""
+        while self._tree.idle:
+            heapq.heappush(self._free, self._prune())
+        self._watcher = watcher
 
     def has(self, count: int) -> bool:
         """Say whether so many pages can be taken."""
@@ -44,7 +61,7 @@ class PageAllocator:
         """Take pages; raises CapacityError and takes none when there are too few."""
         if count > self.free:
             raise CapacityError(f"{count} pages wanted, {self.free} of {self.num_pages} free", "Lower max-batch-size or give the cache more memory.")
-        taken = [heapq.heappop(self._free) if self._free else self._tree.prune() for _ in range(count)]
+        taken = [heapq.heappop(self._free) if self._free else self._prune() for _ in range(count)]
         for page in taken:
             self._owners[page] = 1
             self._taken[page] += 1
@@ -89,12 +106,21 @@ class PageAllocator:
         self._own(page)
         return True
 
-    def publish(self, pages: Sequence[int], keys: Sequence[Key], start: int = 0) -> None:
-        """Offer an owner's first pages, full ones, to sequences that begin the same way, from the start-th on.
+    def publish(self, pages: Sequence[int], keys: Sequence[Key], tokens: Sequence[int] = (), start: int = 0) -> None:
+        """Offer an owner's first pages, full ones of its tokens, to sequences that begin the same way, from the start-th on.
 
         The first page of a key stays published; whoever fills another one offers nothing that continues it.
         """
-        self._tree.add(pages, keys, start)
+        new = self._tree.add(pages, keys, start)
+        if new and self._watcher is not None:
+            size = len(tokens) // len(keys)
+            self._watcher.stored(keys[new.start - 1] if new.start else None, keys[new.start : new.stop], tokens[new.start * size : new.stop * size])
+
+    def _prune(self) -> int:
+        page, key = self._tree.prune()
+        if self._watcher is not None:
+            self._watcher.removed(key)
+        return page
 
     def _own(self, page: int) -> None:
         self._tree.use(page)

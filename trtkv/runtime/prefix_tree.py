@@ -46,16 +46,21 @@ class PrefixTree:
             found.append(page)
         return found
 
-    def add(self, pages: Sequence[int], keys: Sequence[Key], start: int = 0) -> None:
-        """Add an owner's path from its start-th page on, up to where another page of the same contents is in its place.
+    def add(self, pages: Sequence[int], keys: Sequence[Key], start: int = 0) -> range:
+        """Add an owner's path from its start-th page on, up to where another page of the same contents is in its place; returns what was new.
 
         Children of a page that somebody else may free would lose their parent.
         """
+        first = end = start
         for index in range(start, len(keys)):
             if index and self._page_of.get(keys[index - 1]) != pages[index - 1]:
-                return
-            if self._page_of.setdefault(keys[index], pages[index]) == pages[index]:
-                self._key_of[pages[index]] = keys[index]
+                break
+            if keys[index] in self._page_of:
+                first = end = index + 1
+                continue
+            self._page_of[keys[index]], self._key_of[pages[index]] = pages[index], keys[index]
+            end = index + 1
+        return range(first, end)
 
     def use(self, page: int) -> None:
         """Note that a page has an owner."""
@@ -65,11 +70,12 @@ class PrefixTree:
         """Note that a page's last owner has freed it, and all pages below it."""
         self._idle[page] = None
 
-    def prune(self) -> int:
-        """Remove the leaf that was unused for longest, and return its page."""
+    def prune(self) -> tuple[int, Key]:
+        """Remove the leaf that was unused for longest; returns its page and its name."""
         page = next(iter(self._idle))
-        del self._idle[page], self._page_of[self._key_of.pop(page)]
-        return page
+        key = self._key_of.pop(page)
+        del self._idle[page], self._page_of[key]
+        return page, key
 
 
 def page_keys(tokens: Sequence[int], page_size: int, count: int, known: Sequence[Key] = (), root: Key = b"") -> list[Key]:

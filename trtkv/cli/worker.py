@@ -1,0 +1,84 @@
+"""`trtkv serve --dynamo`: an engine as a worker of NVIDIA Dynamo."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import App, Parameter
+
+from trtkv.cli.output import notes, progress
+from trtkv.cli.values import Amount, Count, GiB, GiBOrNone, Milliseconds, bytes_of, host_bytes, recall_engine
+from trtkv.errors import ConfigError
+
+NAME = "dynamo-worker"
+
+
+def register(app: App) -> None:
+    """Add the command, which `trtkv serve --dynamo` stands for."""
+    app.command(worker, name=NAME, show=False)
+
+
+def worker(
+    engine: Path,
+    /,
+    *dynamo: Annotated[str, Parameter(allow_leading_hyphen=True)],
+    disaggregation_mode: Literal["agg", "prefill", "decode"] = "agg",
+    served_model_name: str | None = None,
+    weights: str | None = None,
+    device: str = "auto",
+    executor: str = "auto",
+    cache_gib: GiB | None = None,
+    offload: bool = False,
+    host_gib: GiB | None = None,
+    recall: str | None = None,
+    kv_disk: Path | None = None,
+    swap_gib: GiBOrNone | None = None,
+    itl_ms: Milliseconds | None = None,
+    max_waiting: Amount = 256,
+    max_waiting_tokens: Count | None = None,
+    schedule: str = "fcfs",
+) -> None:
+    """Serve an engine as a worker of NVIDIA Dynamo, whose frontend speaks the OpenAI API; SIGTERM drains it.
+
+    Args:
+        engine: Engine directory.
+        dynamo: Dynamo's own flags, such as --namespace NAME, --discovery-backend file|etcd|kubernetes|mem, --event-plane zmq|nats,
+            --dyn-tool-call-parser NAME, --dyn-reasoning-parser NAME; each has an environment variable, such as DYN_DISCOVERY_BACKEND.
+        disaggregation_mode: agg reads prompts and answers them; prefill only reads prompts, for workers with decode.
+        served_model_name: The model's name instead of the directory's; workers of one name must serve one engine.
+        weights: Checkpoint directory, or random; by default the checkpoint that the engine was built from.
+        device: auto, cpu, cuda or cuda:N.
+        executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
+        cache_gib: Memory for the KV cache in GiB; by default what is free.
+        offload: Store pages in host memory, and on the device those that were selected last.
+        host_gib: Host memory in GiB for --offload.
+        recall: With --offload, what moves pages: kernel, copies or auto.
+        kv_disk: Directory that stores the pages of prompts, so that a later prompt that begins alike need not compute them.
+        swap_gib: Host memory in GiB for preempted sequences; 0 recomputes them.
+        itl_ms: Milliseconds between two tokens of an answer that others' prompts may cost at most.
+        max_waiting: Sequences that may wait; beyond that requests are refused.
+        max_waiting_tokens: Tokens of prompts that may wait.
+        schedule: Order among equal priority: fcfs or fair.
+    """
+    from trtkv.integrations.dynamo.command import check_installed, run_worker
+
+    check_installed()
+    from trtkv.engine.manifest import read_manifest
+    from trtkv.integrations.dynamo.card import write_card
+    from trtkv.integrations.dynamo.settings import Settings
+    from trtkv.serve.queue import Queue
+
+    manifest = read_manifest(engine)
+    options: dict[str, Any] = {"weights": weights, "device": device, "executor": executor, "cache_bytes": bytes_of(cache_gib)}
+    options |= {"offload": offload, "host_bytes": host_bytes(host_gib, offload), "recall": recall_engine(recall, offload)}
+    options |= {"kv_disk": kv_disk, "swap_bytes": bytes_of(swap_gib), "itl_ms": itl_ms}
+    name = served_model_name or engine.resolve().name
+    if not name.strip():
+        raise ConfigError("--served-model-name is empty", "Leave it out, or name the model.")
+    queue = Queue.checked(max_waiting, max_waiting_tokens, schedule)
+    card = write_card(engine, manifest, weights)
+    with progress(name) as report:
+        settings = Settings(engine, name, card, options, queue, report)
+        run_worker(settings, disaggregation_mode, dynamo)
+    notes.print(f"{name} was stopped", markup=False)

@@ -1,0 +1,45 @@
+"""What the frontend reads of a model: its tokenizer and chat template, and a config.json by which engines that differ are told apart."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from trtkv.engine.manifest import Manifest
+from trtkv.errors import EngineError
+
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json")
+
+
+def write_card(directory: Path, manifest: Manifest, weights: str | None) -> Path:
+    """Gather an engine's files for the frontend and return their directory.
+
+    The frontend takes workers for one model whose files and path are equal, so both follow from the build and the weights alone. Raises
+    EngineError where the engine has no tokenizer.
+    """
+    if not (directory / FILES[0]).is_file():
+        raise EngineError(f"'{directory}' has no tokenizer, by which the frontend reads texts", "Build from a checkpoint that has one.")
+    served = f"{manifest.build_hash}-{weights or manifest.weights_hash or 'own'}".replace("/", "_")
+    root = Path(tempfile.gettempdir()) / f"trtkv-dynamo-{os.getuid()}"
+    target = root / served
+    root.mkdir(mode=0o700, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=root) as stage:
+        for name in FILES:
+            if (directory / name).is_file():
+                shutil.copyfile(directory / name, Path(stage) / name)
+        (Path(stage) / "config.json").write_text(json.dumps(_config(manifest, served), indent=1), encoding="utf-8")
+        target.mkdir(exist_ok=True)
+        for file in Path(stage).iterdir():
+            file.replace(target / file.name)
+    return target
+
+
+def _config(manifest: Manifest, served: str) -> dict[str, object]:
+    model = manifest.model
+    return {
+        "architectures": ["TrtkvForCausalLM"], "model_type": model.model_type, "max_position_embeddings": manifest.limits.max_seq_len,
+        "vocab_size": model.vocab_size, "eos_token_id": list(model.eos_ids), "bos_token_id": model.bos_id, "trtkv_engine": served,
+    }  # fmt: skip

@@ -1,0 +1,174 @@
+"""One engine as Dynamo drives it: started, asked for tokens by many requests at once, and stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Any
+
+from dynamo.common.backend.engine import EngineConfig, LLMEngine, LlmRegistration
+from dynamo.common.backend.health_check import build_health_check_payload
+from dynamo.common.backend.metrics import register_engine_registry
+from dynamo.common.backend.publisher import ComponentSnapshot, PushSource
+from dynamo.llm.exceptions import EngineShutdown, HttpError, InvalidArgument
+
+from trtkv.errors import ConfigError, RequestError, TrtkvError
+from trtkv.integrations.dynamo import requests
+from trtkv.integrations.dynamo.events import PageEvents
+from trtkv.integrations.dynamo.settings import Settings
+from trtkv.runtime.batcher import Event
+from trtkv.runtime.llm import LLM
+from trtkv.runtime.pages import PageAllocator
+from trtkv.serve.backend import Facts, LocalAnswer, LocalBackend
+from trtkv.serve.errors import Unavailable, status_of
+from trtkv.serve.metrics import Prometheus
+
+LOAD_S = 0.1  # between two reports of the load
+STOP_S = 3.0  # for requests that Dynamo's own drain has left
+
+
+class Worker(LLMEngine):
+    """Answers the frontend's requests with one engine, and tells the router which pages it shares and how full it is."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Open nothing yet."""
+        self._settings = settings
+        self._llm: LLM | None = None
+        self._backend: LocalBackend | None = None
+        self._events: PageEvents | None = None
+        self._load: asyncio.Task[None] | None = None
+        self._loads: Any = None
+        self._metrics = Prometheus()
+
+    @classmethod
+    async def from_args(cls, argv: list[str] | None = None) -> tuple[Worker, Any]:
+        """Refuse: a worker is made of more than its flags (`command.py`)."""
+        raise ConfigError("a worker is not made from Dynamo's flags alone", "Use trtkv serve --dynamo ENGINE.")
+
+    async def start(self, worker_id: int) -> EngineConfig:
+        """Open the engine and put its thread to work."""
+        own = self._settings
+        self._llm = llm = await asyncio.to_thread(lambda: LLM(own.directory, **own.options, warm=True, progress=own.progress))
+        manifest, limits = llm.engine.manifest, llm.engine.manifest.limits
+        self._backend = LocalBackend(llm, Facts.of(own.name, manifest, int(time.time())), self._metrics, own.queue)
+        self._load = asyncio.create_task(self._report_load())
+        return EngineConfig(
+            model=str(own.card),
+            served_model_name=own.name,
+            llm=LlmRegistration(
+                context_length=limits.max_seq_len,
+                kv_cache_block_size=manifest.cache.page_size,
+                total_kv_blocks=llm.engine.pages.num_pages if llm.engine.cache.uses_pages else None,
+                max_num_seqs=limits.max_batch_size,
+                max_num_batched_tokens=limits.max_chunk_tokens,
+            ),
+        )
+
+    async def generate(self, request: Mapping[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
+        """Yield the chunks of a request's answers as they come, until it is stopped."""
+        assert self._backend is not None, "no request comes before start"
+        with _refused():
+            tokens = requests.one_prompt(request)
+            asked = requests.sampling_of(request, self._backend.facts.limits.max_seq_len, self._defaults())
+            answer = await self._backend.ask([tokens] * len(asked), asked, requests.priority_of(request))
+        stopped = asyncio.ensure_future(context.async_killed_or_stopped())
+        counts = [0] * len(asked)
+        try:
+            while events := await _next(answer, stopped):
+                for event in events:
+                    if event.error is not None:
+                        with _refused():
+                            raise event.error
+                    chunk = requests.chunk_of(event, asked[event.request])
+                    counts[event.request] += len(chunk["token_ids"])
+                    if event.finish_reason is not None:
+                        chunk["completion_usage"] = requests.usage(len(tokens), counts[event.request], answer.cached_tokens)
+                    yield chunk
+            if stopped.done():
+                yield {"token_ids": [], "index": 0, "finish_reason": "cancelled", "completion_usage": requests.usage(len(tokens), sum(counts), 0)}
+        finally:
+            answer.close()
+            stopped.cancel()
+
+    async def cleanup(self) -> None:
+        """End what is left and close the engine."""
+        if self._events is not None:
+            self._events.close()
+        if self._load is not None:
+            self._load.cancel()
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            await backend.close(STOP_S)
+
+    async def kv_event_sources(self) -> list[PushSource]:
+        """Announce shared pages, where the engine's cache shares any."""
+        assert self._llm is not None
+        cache, pages = self._llm.engine.cache, self._llm.engine.pages
+        if not (cache.plan.in_pages and cache.plan.evict is None and isinstance(pages, PageAllocator)):
+            return []
+
+        def begin(publisher: Any) -> None:
+            assert self._backend is not None
+            self._events = PageEvents(publisher, cache.plan.page_size)
+            pages.watch(self._events)
+
+        return [PushSource(on_ready=begin)]
+
+    def component_metrics_dp_ranks(self) -> list[int]:
+        """Report the load of one rank."""
+        return [0]
+
+    def attach_snapshot_publisher(self, publisher: Any) -> None:
+        """Take what the load is reported to."""
+        self._loads = publisher
+
+    async def register_prometheus(self, metrics: Any) -> None:
+        """Show the engine's metrics among the worker's."""
+        register_engine_registry(metrics, self._metrics.registry)
+
+    async def health_check_payload(self) -> dict[str, Any]:
+        """Have an idle worker answer one token from time to time."""
+        payload: dict[str, Any] = build_health_check_payload(0, extras={"token_ids": [0, 1]})
+        return payload
+
+    def _defaults(self) -> dict[str, float]:
+        assert self._llm is not None
+        return self._llm.tokenizer.sampling if self._llm.tokenizer is not None else {}
+
+    async def _report_load(self) -> None:
+        """Say how many pages are taken, as long as the worker runs."""
+        assert self._llm is not None
+        pages, scheduler = self._llm.engine.pages, self._llm.batcher.scheduler
+        while True:
+            await asyncio.sleep(LOAD_S)
+            if self._loads is None:
+                continue
+            total, used = pages.num_pages, pages.num_pages - pages.free
+            hits = scheduler.prefix_hits / scheduler.prefix_queries if scheduler.prefix_queries else None
+            self._loads.publish(0, ComponentSnapshot(used, total, used / total, 0, hits))
+
+
+async def _next(answer: LocalAnswer, stopped: asyncio.Future[Any]) -> list[Event]:
+    """Wait for an answer's next events; none when it has ended or was stopped."""
+    waiting = asyncio.ensure_future(answer.next())
+    both: list[asyncio.Future[Any]] = [waiting, stopped]
+    await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+    if waiting.done():
+        return waiting.result()
+    waiting.cancel()
+    return []
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    """Say what a request is refused for as Dynamo does: what another worker may take moves there."""
+    try:
+        yield
+    except Unavailable as error:
+        raise EngineShutdown(str(error)) from None
+    except RequestError as error:  # the only kind whose text reaches the client
+        raise InvalidArgument(str(error)) from None
+    except TrtkvError as error:
+        raise HttpError(status_of(error), str(error)) from None

@@ -1,0 +1,36 @@
+"""Which pages later prompts may share, as the router's events: it sends a prompt to the worker that stores most of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trtkv.runtime.prefix_tree import Key
+
+
+class PageEvents:
+    """Passes on what an allocator shares, until it is closed; called in the engine's thread, where the publisher only queues."""
+
+    def __init__(self, publisher: Any, page_size: int) -> None:
+        """Take Dynamo's KvEventPublisher of this worker."""
+        self._publisher, self._page_size = publisher, page_size
+
+    def stored(self, parent: Key | None, keys: Sequence[Key], tokens: Sequence[int]) -> None:
+        """Announce pages that follow each other."""
+        if self._publisher is not None:
+            above = None if parent is None else block_hash(parent)
+            self._publisher.publish_stored(list(tokens), [self._page_size] * len(keys), [block_hash(one) for one in keys], above)
+
+    def removed(self, key: Key) -> None:
+        """Withdraw a page."""
+        if self._publisher is not None:
+            self._publisher.publish_removed([block_hash(key)])
+
+    def close(self) -> None:
+        """Announce nothing more."""
+        self._publisher = None
+
+
+def block_hash(key: Key) -> int:
+    """Name a page by a signed integer of 64 bits."""
+    return int.from_bytes(key[:8], "little", signed=True)

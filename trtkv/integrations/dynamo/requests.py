@@ -1,0 +1,106 @@
+"""Dynamo's requests as sampling parameters, and events as its chunks.
+
+The frontend tokenizes, detokenizes, finds stop strings and reads calls of tools; a worker sees token ids, and what ends an answer by ids.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from trtkv.errors import RequestError
+from trtkv.runtime.batcher import Event
+from trtkv.runtime.grammar import Grammar, Kind
+from trtkv.runtime.sampler import SamplingParams
+
+SAMPLED = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+GUIDED: dict[str, Kind] = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "ebnf", "structural_tag": "structural_tag"}
+OVERRIDES = ("budget", "tau")
+ENDS = {"stop": "stop", "length": "length"}
+
+
+def sampling_of(request: Mapping[str, Any], most_tokens: int, defaults: Mapping[str, float]) -> list[SamplingParams]:
+    """Return how each of a request's answers is sampled: as many tokens as fit where it names no limit, and defaults where it is silent.
+
+    An annotation `budget:TOKENS` or `tau:COSINE` of nvext overrides what the engine's plan selects. Raises RequestError for what cannot be.
+    """
+    sampling, stop, output = (request.get(name) or {} for name in ("sampling_options", "stop_conditions", "output_options"))
+    if output.get("prompt_logprobs") is not None or sampling.get("use_beam_search"):
+        raise RequestError("prompt_logprobs and beam search are not supported", "Leave them out.")
+    given = {name: sampling[name] for name in SAMPLED if sampling.get(name) is not None}
+    if sampling.get("top_k") is not None:
+        given["top_k"] = max(0, sampling["top_k"])
+    top = output.get("logprobs")
+    ends = (id_ for name in ("stop_token_ids", "stop_token_ids_hidden") for id_ in stop.get(name) or ())
+    shared = SamplingParams(
+        max_tokens=stop.get("max_tokens") or max(1, most_tokens - len(request["token_ids"])),
+        min_tokens=stop.get("min_tokens") or 0,
+        ignore_eos=bool(stop.get("ignore_eos")),
+        stop_token_ids=tuple(dict.fromkeys(ends)),
+        logprobs=int(top is not None),
+        top_logprobs=top or 0,
+        grammar=_grammar(sampling.get("guided_decoding") or {}),
+        **_overrides(request.get("annotations") or ()),
+        **{"temperature": 1.0, **defaults, **given},
+    )
+    seed = sampling.get("seed")
+    return [shared if seed is None else shared.model_copy(update={"seed": seed + index}) for index in range(sampling.get("n") or 1)]
+
+
+def chunk_of(event: Event, asked: SamplingParams) -> dict[str, Any]:
+    """Return an event as a chunk, without its usage."""
+    tokens = [] if event.token_id is None else [event.token_id]
+    chunk: dict[str, Any] = {"token_ids": tokens, "index": event.request}
+    if asked.logprobs and tokens and event.logprob is not None:
+        chunk["log_probs"] = [event.logprob]
+        if asked.top_logprobs:
+            top = [{"rank": rank, "token_id": id_, "logprob": logprob, "token": None} for rank, (id_, logprob) in enumerate(event.top, 1)]
+            chunk["top_logprobs"] = [top]
+    if event.finish_reason is not None:
+        chunk["finish_reason"] = ENDS.get(event.finish_reason, event.finish_reason)
+    return chunk
+
+
+def usage(prompt: int, answered: int, cached: int) -> dict[str, Any]:
+    """Return what an answer took, in tokens."""
+    return {
+        "prompt_tokens": prompt, "completion_tokens": answered, "total_tokens": prompt + answered,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }  # fmt: skip
+
+
+def priority_of(request: Mapping[str, Any]) -> int:
+    """Return a request's priority, higher first."""
+    return int((request.get("routing") or {}).get("priority") or 0)
+
+
+def _grammar(guided: Mapping[str, Any]) -> Grammar | None:
+    found = [(kind, guided[name]) for name, kind in GUIDED.items() if guided.get(name) is not None]
+    if len(found) > 1:
+        raise RequestError(f"the answer's form is given as {' and as '.join(kind for kind, _ in found)}", "Give one.")
+    if not found:
+        return None
+    kind, form = found[0]
+    return Grammar(kind, form if isinstance(form, str) else json.dumps(form, ensure_ascii=False))
+
+
+def _overrides(annotations: Iterable[str]) -> dict[str, float]:
+    found = {}
+    for name, colon, value in (one.partition(":") for one in annotations):
+        if name in OVERRIDES and colon:
+            try:
+                found[name] = int(value) if name == "budget" else float(value)
+            except ValueError:
+                raise RequestError(f"the annotation {name} is '{value}'", "Give a number, such as budget:1024.") from None
+    return found
+
+
+def one_prompt(request: Mapping[str, Any]) -> Sequence[int]:
+    """Return a request's prompt; raises RequestError for one without any token or with pictures."""
+    if request.get("multi_modal_data"):
+        raise RequestError("the request carries pictures or sound", "Models that trtkv serves read text.")
+    tokens: Sequence[int] = request.get("token_ids") or ()
+    if not tokens:
+        raise RequestError("the prompt has no tokens", "Send a text.")
+    return tokens

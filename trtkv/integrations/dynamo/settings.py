@@ -1,0 +1,22 @@
+"""What a worker serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trtkv.serve.queue import Queue
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """An engine directory, the name it is served under, the directory of its card, the options of `LLM`, and what may wait."""
+
+    directory: Path
+    name: str
+    card: Path
+    options: Mapping[str, Any]
+    queue: Queue
+    progress: Callable[[str, float], None] = lambda stage, fraction: None
