@@ -18,7 +18,7 @@ from trtkv.errors import TrtkvError
 
 USER_ERROR, USAGE, INTERRUPTED = 1, 2, 130
 DEBUG = "--debug"
-DYNAMO = "--dynamo"  # with serve: a command of its own, whose options are others
+DYNAMO = "--dynamo"  # makes serve a command of its own, whose options are others
 
 app = cyclopts.App(
     name="trtkv",
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(USER_ERROR)
     except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 (whatever it is, a user reads one line)
-        if len(given) < len(words):
+        if DEBUG in words:
             traceback.print_exc()
         line, code = _told(error)
         print(f"trtkv: {' '.join(line.split())}", file=sys.stderr)

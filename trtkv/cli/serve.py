@@ -86,6 +86,8 @@ def serve(
 ) -> None:
     """Serve engines over the OpenAI API, with a chat page at /.
 
+    With --dynamo an engine is a worker of NVIDIA Dynamo instead: see trtkv serve --dynamo --help.
+
     Args:
         engine: Engine directories that trtkv build made; a model's name is its directory's.
         host: Address to listen on; 0.0.0.0 is every network.

@@ -11,7 +11,7 @@ from trtkv.cli.output import notes, progress
 from trtkv.cli.values import Amount, Count, GiB, GiBOrNone, Milliseconds, bytes_of, host_bytes, recall_engine
 from trtkv.errors import ConfigError
 
-NAME = "dynamo-worker"
+NAME = "serve --dynamo"  # one word to the parser
 
 
 def register(app: App) -> None:
