@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 EXTRAS ?= gguf,rtx
+# One of its own requirements is not in the package index; the extra 'dynamo' has what is imported.
+DYNAMO := ai-dynamo==1.6.1
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
@@ -47,6 +49,7 @@ $(VENV)/.demo: pyproject.toml setup.py | $(VENV)/.torch
 
 $(VENV)/.dev: pyproject.toml setup.py | $(VENV)/.torch
 	$(INSTALL) -e '.[dev]'
+	case "$$(uname -s)" in Linux) $(INSTALL) --no-deps $(DYNAMO);; esac
 	touch $@
 
 clean:
