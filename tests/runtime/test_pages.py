@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,9 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from plugins.cache.pages import HeadPages
+from tests.runtime.replayed import Replayed
 from trtkv.errors import CapacityError
 from trtkv.runtime.pages import PageAllocator
-from trtkv.runtime.prefix_tree import Key, page_keys
+from trtkv.runtime.prefix_tree import page_keys
 
 POOL = 12
 SIZE = 2
@@ -42,23 +42,6 @@ def stored(tokens: list[int]) -> list[int]:
     return [token for token in tokens for _ in range(SIZE)]
 
 
-@dataclass
-class Replayed:
-    """What somebody who only hears of changes knows of the shared pages: by name, the tokens of all pages up to one."""
-
-    known: dict[Key, list[int]] = field(default_factory=dict)
-
-    def stored(self, parent: Key | None, keys: Sequence[Key], tokens: Sequence[int]) -> None:
-        path = [] if parent is None else self.known[parent]
-        assert len(tokens) == len(keys) * SIZE
-        for index, key in enumerate(keys):
-            assert key not in self.known, "a page is told of twice"
-            path = self.known[key] = [*path, *tokens[index * SIZE : (index + 1) * SIZE]]
-
-    def removed(self, key: Key) -> None:
-        del self.known[key]
-
-
 class Pool(RuleBasedStateMachine):
     """Owners begin, fill pages, leave some and return in any order.
 
@@ -69,7 +52,7 @@ class Pool(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pages = PageAllocator(POOL)
-        self.replayed = Replayed()
+        self.replayed = Replayed(SIZE)
         self.pages.watch(self.replayed)
         self.owners: list[Owner] = []
         self.paths: dict[tuple[int, ...], int] = {}
@@ -247,7 +230,7 @@ def test_pages_of_heads_grow_and_shrink() -> None:
 
 
 def test_who_begins_to_watch_hears_of_everything_that_is_shared() -> None:
-    pages, heard = PageAllocator(2), Replayed()
+    pages, heard = PageAllocator(2), Replayed(SIZE)
     before = pages.take(2)
     pages.publish(before, names([0, 1]), stored([0, 1]))
     pages.give(before)

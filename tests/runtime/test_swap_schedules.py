@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from plugins.cache.assemble import make_cache
 from tests.examples import examples
+from tests.runtime.replayed import Replayed
 from tests.test_predict import MODEL
 from trtkv.config import Limits
 from trtkv.errors import CapacityError
@@ -33,6 +34,8 @@ class Rig:
         plan = parse_policy(policy).plan(SMALL)
         self.cache, self.pages, self.slots = make_cache(plan, [num_pages], 4), PageAllocator(num_pages), [3, 2, 1, 0]
         self.scheduler = GrowingScheduler(plan, LIMITS, self.pages, self.slots)
+        self.replayed = Replayed(plan.page_size)
+        self.pages.watch(self.replayed)
         self.chance, self.fails = chance, False
         if host_pages is not None:
             limit = host_pages * self.cache.count.page + 64 * self.cache.count.slot
@@ -82,6 +85,10 @@ class Rig:
         named = [page for one in everybody for page in one.pages]
         assert all(self.pages.owners(page) == named.count(page) for page in range(self.pages.num_pages))
         assert sorted(self.slots + [one.slot for one in scheduler.running]) == [0, 1, 2, 3]
+        assert self.replayed.agrees(self.pages)
+        for key, tokens in self.replayed.known.items():
+            page = self.pages._tree._page_of[key]
+            assert self.keys[0][page, 0, :, 0].tolist() == tokens[-32:], "the router is told of tokens that the page does not hold"
         if own is None:
             return
         copies = [copy for one in everybody if one.left is not None for copy in one.left.tail]
