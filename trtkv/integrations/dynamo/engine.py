@@ -18,6 +18,7 @@ from trtkv.errors import ConfigError, RequestError, TrtkvError
 from trtkv.integrations.dynamo import requests
 from trtkv.integrations.dynamo.events import PageEvents, shared_pages
 from trtkv.integrations.dynamo.settings import Settings
+from trtkv.integrations.dynamo.traces import Trace
 from trtkv.runtime.batcher import Event
 from trtkv.runtime.llm import LLM
 from trtkv.serve.backend import Facts, LocalAnswer, LocalBackend
@@ -72,10 +73,12 @@ class Worker(LLMEngine):
             tokens = requests.one_prompt(request)
             asked = requests.sampling_of(request, self._backend.facts.limits.max_seq_len, self._defaults())
             answer = await self._backend.ask([tokens] * len(asked), asked, requests.priority_of(request))
+        trace = Trace(context, self._settings.name, len(tokens))
         stopped = asyncio.ensure_future(context.async_killed_or_stopped())
         counts = [0] * len(asked)
         try:
             while events := await _next(answer, stopped):
+                trace.token(answer)
                 for event in events:
                     if event.error is not None:
                         with _refused():
@@ -90,6 +93,7 @@ class Worker(LLMEngine):
         finally:
             answer.close()
             stopped.cancel()
+            trace.end(sum(counts))
 
     async def cleanup(self) -> None:
         """End what is left and close the engine."""
