@@ -39,7 +39,7 @@ ROUTERS = {
     ONE: ("--router-mode", "round-robin"), "random": ("--router-mode", "random"), "round-robin": ("--router-mode", "round-robin"),
     "kv, prompts x4": ("--router-mode", "kv", "--router-prefill-load-scale", "4"), KV: ("--router-mode", "kv"),
 }  # fmt: skip
-PROMPTS, BATCHES, ROUNDS = (300, 1200, 2400, 3600), (1, 2, 4), 2  # characters of prompts, and sequences a worker, whose steps are timed
+PROMPTS, BATCHES, ROUNDS = (300, 800, 1600, 2400), (1, 2, 4), 2  # characters of prompts, and sequences a worker, whose steps are timed
 COUNTS = {name: f"trtkv:prefix_cache_{name}_total" for name in ("queries", "hits")}
 COLUMNS = ["setting", "hit rate", "computed", "ttft p50, s", "ttft p99, s", "tokens/s", "seconds"]
 

@@ -155,15 +155,15 @@ class Load:
     Figures are of what comes after `warm_s` seconds, until `until_s`, when the last conversations begin.
     """
 
-    per_s: float = 2.5
+    per_s: float = 4.0
     turns: int = 6
     groups: int = 64
     system: int = 32
     user: int = 4
     answer: int = 2
-    think_s: float = 2.5
-    warm_s: float = 20.0
-    until_s: float = 40.0
+    think_s: float = 1.5
+    warm_s: float = 14.0
+    until_s: float = 26.0
     seed: int = 0
 
 
