@@ -29,7 +29,7 @@ PATIENCE_S = 60.0
 GRACE_S = 10.0
 HOSTS = ("DYN_SYSTEM_HOST", "DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST")
 ROOT = Path(__file__).parents[1]
-SAMPLE = re.compile(r"^(\w+)(?:\{.*\})? (\S+)", re.MULTILINE)
+SAMPLE = re.compile(r"^([\w:]+)(?:\{.*\})? (\S+)", re.MULTILINE)
 WORKER = re.compile(r'worker_id="(\w+)"')
 # Below the ports that systems choose from by themselves: what is free here stays free until it is bound.
 PORTS = range(10_000, 30_000)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TypeVar, cast
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from plugins.cache.batch import Row, StepGroup
 from plugins.cache.bytes import ByteCount
 from plugins.cache.ledgers.ledger import Ledger
 from plugins.cache.overrides import EVERYTHING, Overrides, least_budget
-from plugins.cache.pages import HeadPages, Lengths, PageList, Pages, by_group
+from plugins.cache.pages import HeadPages, Ints, Lengths, PageList, Pages, by_group
+from plugins.cache.pieces import Piece, held_numbers
 from plugins.cache.tier import DeviceTier, Tier
 from plugins.config import OpConfig
 from plugins.device.dtypes import TORCH_DTYPES
@@ -256,8 +257,30 @@ class Cache(ABC):
 
     def slot_buffers(self) -> list[Tensor]:
         """List the buffers whose rows are slots and outlive a step."""
-        slots = [self.buffer(spec.name, layer) for spec in self.plan.buffers if not spec.paged for layer in spec.layers]
+        slots = [self.buffer(spec.name, layer) for spec in self.count.buffers if not spec.paged for layer in spec.layers]
         return slots + self.tier.rings()
+
+    # Handing a sequence that is past its prompt over to another cache of the plan
+
+    def note(self, slot: int) -> dict[str, Any]:
+        """Return what is known of a slot's sequence beside its buffers, as plain data."""
+        return {"ledger": self.ledger.note(slot)}
+
+    def adopt(self, slot: int, note: Mapping[str, Any]) -> None:
+        """Let a slot continue the sequence that `note` has told of; its rows are filled by then, or later in the stream's order."""
+        self.ledger.adopt(slot, note["ledger"])
+        self.resume(slot)
+
+    def slot_rows(self, slot: int) -> list[Tensor]:
+        """List what of a slot's sequence lies outside of pages, each contiguous; `adopt` makes what has no buffer."""
+        return [buffer[slot] for buffer in self.slot_buffers()]
+
+    def page_pieces(self, pages: Sequence[PageList], held: Sequence[int] | Ints) -> list[Piece]:
+        """List the rows of a sequence's pages, as `page_lists` lays them out, of which the first `held` [Y] hold something."""
+        numbers, groups = held_numbers(pages, held), self.plan.page_groups
+        here = [(spec.name, layer) for spec in self.count.buffers if spec.paged for layer in spec.layers if not self.lies_elsewhere(spec.name, layer)]
+        found = [Piece(self.buffer(name, layer), numbers[groups[layer] if len(numbers) > 1 else 0]) for name, layer in here]
+        return found + [Piece(one, numbers[0]) for one in self.tier.pages()]
 
     def copy(self, source: int, target: int, source_pages: Sequence[Sequence[int]], target_pages: Sequence[Sequence[int]]) -> None:
         """Let a slot's sequence be a copy of another's, with its own pages [Y]; only where `copies`."""

@@ -34,6 +34,9 @@ class Tier(Protocol):
     def rings(self) -> list[Tensor]:
         """Return the newest pages of every slot, views [Z, R, Hk, ...]."""
 
+    def pages(self) -> list[Tensor]:
+        """Return the pages of the layers that are covered, a tensor [P, Hk, ...] each."""
+
     def moved_pages(self) -> tuple[int, int]:
         """Return how many pages of one KV head were recalled so far, before attention and ahead of it."""
 
@@ -70,6 +73,10 @@ class DeviceTier:
 
     def rings(self) -> list[Tensor]:
         """There are no rings."""
+        return []
+
+    def pages(self) -> list[Tensor]:
+        """No layer is covered."""
         return []
 
     def moved_pages(self) -> tuple[int, int]:

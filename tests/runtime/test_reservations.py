@@ -66,10 +66,12 @@ class Rig:
     def step(self) -> bool:
         if self.ledger.encodes:
             between = [one for one in self.scheduler.running if 0 < one.seen < one.num_prompt]
-            assert len(between) <= 1 and not any(any(self.scheduler.owned(one)) for one in between), "one prompt is read outside the pages at a time"
+            assert len(between) <= 1 and not any(any(self.scheduler.pages_of(one)) for one in between), (
+                "one prompt is read outside the pages at a time"
+            )
         batch = self.scheduler.next()
         for group, pool in enumerate(self.pools):
-            owned = [page for one in self.scheduler.running for page in self.scheduler.owned(one)[group]]
+            owned = [page for one in self.scheduler.running for page in self.scheduler.pages_of(one)[group]]
             assert len(owned) == len(set(owned)) == pool.num_pages - pool.free
         for one, row in batch:
             account = self.ledger.append(one.slot, len(row.tokens), one.seen + len(row.tokens), one.num_prompt)
@@ -77,7 +79,7 @@ class Rig:
                 self.ledger.settle(account, self.ledger.due(account))
             if not self.ledger.encodes or account.seen >= account.prompt:
                 coded = [max(ends) for ends in account.encoded] if isinstance(self.ledger, ResidualLedger) else account.stored
-                assert all(self.plan.pages(have) <= len(own) for have, own in zip(coded, self.scheduler.owned(one), strict=True))
+                assert all(self.plan.pages(have) <= len(own) for have, own in zip(coded, self.scheduler.pages_of(one), strict=True))
             if not self.ledger.encodes:
                 self.ledger.settle(account, self.ledger.due(account))
             one.seen += len(row.tokens)

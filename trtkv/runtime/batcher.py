@@ -20,6 +20,8 @@ from torch import Tensor
 
 from trtkv.errors import EngineError, RequestError, TrtkvError
 from trtkv.runtime.device_sampler import PENDING, Ask, Chosen
+from trtkv.runtime.handoff.fetched import Fetched
+from trtkv.runtime.handoff.kept import First, Kept
 from trtkv.runtime.loading import Engine
 from trtkv.runtime.matcher import Grammars, Masks, Matcher
 from trtkv.runtime.overrides import check_override, override_of
@@ -55,7 +57,10 @@ class Event:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """Prompts that were submitted together: events are those not yet taken, wake is called whenever there are more."""
+    """Prompts that were submitted together: events are those not yet taken, wake is called whenever there are more.
+
+    keep says which of them end with their first token, listed in firsts, and are kept for another engine, in kept unless their answer ended with it.
+    """
 
     params: Sequence[SamplingParams]
     events: deque[Event] = field(default_factory=deque)
@@ -65,6 +70,9 @@ class Call:
     checkers: list[StopChecker] = field(default_factory=list)
     matchers: list[Matcher | None] = field(default_factory=list)
     members: list[Running] = field(default_factory=list)
+    keep: Sequence[bool] = ()
+    kept: dict[int, Kept] = field(default_factory=dict)
+    firsts: dict[int, First] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -106,6 +114,7 @@ class Batcher:
         if isinstance(engine.pages, PageAllocator):
             self.scheduler.swap = open_swap(engine.cache, engine.pages, engine.swap_bytes)
         self.lock = threading.RLock()
+        self.kept: set[Kept] = set()  # prompts that were read for other engines
         self.evicted_tokens = 0.0  # of sequences that have ended, mean over layers and KV heads
         self._calls: dict[Running, Call] = {}
 
@@ -116,14 +125,28 @@ class Batcher:
 
     def submit(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], *,
-        priority: int = 0, tenant: str = "", wake: Callable[[], None] = lambda: None,
+        priority: int = 0, tenant: str = "", wake: Callable[[], None] = lambda: None, keep: bool = False, fetched: Fetched | None = None,
     ) -> Call:  # fmt: skip
-        """Queue prompts in tokens; raises RequestError, and queues none, when one can never be served."""
-        for tokens, settings in zip(prompts, params, strict=True):
-            self.check(tokens, settings)
+        """Queue prompts in tokens; raises RequestError, and queues none, when one can never be served.
+
+        With keep they end with their first token, and what is stored of them waits for `Handoffs.offer`. fetched is what another engine has stored of
+        a single prompt; it is closed whatever happens.
+        """
+        kept = [keep and one.max_tokens > 1 for one in params]
+        if keep:
+            params = [one.model_copy(update={"max_tokens": 1}) for one in params]
+        try:
+            for tokens, settings in zip(prompts, params, strict=True):
+                self.check(tokens, settings)
+            if fetched is not None:
+                fetched.check(prompts, self.engine.adapters.find(params[0].adapter)[1])
+        except BaseException:
+            if fetched is not None:
+                fetched.close()
+            raise
         ends = self.engine.manifest.model.eos_ids
         matchers = [self.grammars.begin(one.grammar) if self.grammars and one.grammar else None for one in params]
-        call = Call(params, wake=wake, checkers=[StopChecker(one, self.tokenizer, ends) for one in params], matchers=matchers)
+        call = Call(params, wake=wake, checkers=[StopChecker(one, self.tokenizer, ends) for one in params], matchers=matchers, keep=kept)
         with self.lock:
             for index, (tokens, settings) in enumerate(zip(prompts, params, strict=True)):
                 adapter, root = self.engine.adapters.find(settings.adapter)
@@ -132,7 +155,28 @@ class Batcher:
                 self._calls[one] = call
                 call.members.append(one)
                 call.open.add(index)
+            if fetched is not None:
+                self._continue(call, fetched)
         return call
+
+    def _continue(self, call: Call, fetched: Fetched) -> None:
+        """Answer with a fetched prompt's first token, after which its sequence waits for room."""
+        (one,) = call.members
+        one.parcel, one.seen, first = fetched, one.num_prompt, fetched.first
+        one.tokens.append(first.token)
+        self._answer_or_end(one, one.num_prompt, first.token, first.logprob, first.top)
+        if one in self._calls and not fetched.note:
+            error = RequestError("the answer ended with the first token where that was chosen, and not here", "Send both engines the same request.")
+            call.events.append(Event(one.request, None, "", finish_reason="error", error=error))
+            self._drop(one)
+        call.wake()
+
+    def free(self, kept: Kept) -> None:
+        """Free what is kept of a prompt for another engine; what is being sent at the moment ends and is freed then."""
+        with self.lock:
+            if kept.leave() and kept in self.kept:
+                self.kept.remove(kept)
+                self.scheduler.give_back(kept.pages)
 
     def check(self, tokens: Sequence[int], params: SamplingParams) -> None:
         """Raise RequestError for a request that can never be served: its length or grammar, an adapter, budget or tau the engine does not have."""
@@ -148,10 +192,12 @@ class Batcher:
             self.grammars.compile(params.grammar)
 
     def cancel(self, call: Call) -> None:
-        """Drop what a call has not finished and free what it holds."""
+        """Drop what a call has not finished and free what it holds; prompts that have been offered to other engines are theirs."""
         with self.lock:
             for one in call.members:
                 self._drop(one)
+            while call.kept:
+                self.free(call.kept.popitem()[1])
 
     def advance(self) -> bool:
         """Run one step for all; False when nothing is left to do."""
@@ -292,9 +338,21 @@ class Batcher:
             matcher.push(token)
             if matcher.ended:
                 text, reason = text if reason else text + call.checkers[one.request].flush(), "stop"
+        if call.keep[one.request]:
+            call.firsts[one.request] = First(token, logprob, top)
+            if reason == "length":
+                self._keep(one, call)
         call.events.append(Event(one.request, token, text, logprob, reason, top))
         if reason is not None:
             self._drop(one)
+
+    def _keep(self, one: Running, call: Call) -> None:
+        """Keep what is stored of a prompt, and free its slot."""
+        kept = Kept.of(self.engine.cache, one, self.scheduler.pages_of(one), call.firsts[one.request])
+        call.kept[one.request] = kept
+        self.kept.add(kept)
+        self._leave_slot(one)
+        self.scheduler.keep(one)
 
     def _drop(self, one: Running) -> None:
         call = self._calls.pop(one, None)
@@ -304,11 +362,14 @@ class Batcher:
         call.open.discard(one.request)
         while one.tokens[-1] == PENDING:
             one.tokens.pop()  # its token in flight is discarded
+        self._leave_slot(one)
+        self.scheduler.remove(one)
+
+    def _leave_slot(self, one: Running) -> None:
         if one.slot >= 0:
             self._placed.pop(one.slot, None)
             self.evicted_tokens += self._evicted(one)
             self.engine.cache.release(one.slot)
-        self.scheduler.remove(one)
 
     def _evicted(self, one: Running) -> float:
         """Return the tokens of a sequence that its caches no longer hold."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 
+from plugins.cache.pages import Pages
+from plugins.cache.pages import shared as is_shared
 from trtkv.config import Limits
 from trtkv.errors import RequestError
 from trtkv.plan import CachePlan
@@ -19,7 +21,7 @@ from trtkv.runtime.device_sampler import PENDING
 from trtkv.runtime.pages import PageAllocator
 from trtkv.runtime.prefix_tree import Key, page_keys
 from trtkv.runtime.scheduler import Scheduler
-from trtkv.runtime.sequence import Running
+from trtkv.runtime.sequence import Parcel, Running
 
 
 class GrowingScheduler(Scheduler):
@@ -45,7 +47,8 @@ class GrowingScheduler(Scheduler):
         super().stored(sequence)
         self._publish(sequence)
 
-    def _pages(self, one: Running) -> list[int]:
+    def pages_of(self, one: Running) -> list[int]:
+        """Return the pages that a running sequence owns."""
         return one.pages
 
     def _begin(self, one: Running) -> bool:
@@ -54,6 +57,8 @@ class GrowingScheduler(Scheduler):
             return False
         if one.left is not None:
             return self._resume(one)
+        if one.parcel is not None:
+            return self._receive(one, one.parcel)
         shared = self.pages.share(self._shareable(one)) if self.plan.in_pages else []
         need = self._pages_to_begin(one) - len(shared)
         # One free page for every running sequence, or the newest would soon be preempted.
@@ -67,6 +72,28 @@ class GrowingScheduler(Scheduler):
         if one.began_s is None and self.plan.in_pages:
             self.prefix_queries += one.num_prompt
             self.prefix_hits += one.reused
+        return True
+
+    def _receive(self, one: Running, parcel: Parcel) -> bool:
+        """Begin a sequence whose prompt another engine has read, if there is room; it begins with pages of its beginning that are here."""
+        shared = self.pages.share(self._keys(one, one.num_prompt // self.plan.page_size)) if self.plan.in_pages else []
+        need = self._pages_to_begin(one) - len(shared)
+        if not self._room(need + (len(self.running) if self.plan.in_pages else 0), one):
+            self.pages.give(shared)
+            return False
+        pages, one.slot = shared + self.pages.take(need), self._slots.pop()
+        self._claim(pages, one.slot)
+        try:
+            one.arriving = parcel.fill(one.slot, pages, len(shared))
+        except BaseException:  # it stays in the queue, in a state that can be cancelled
+            self.pages.give(pages)
+            self._slots.append(one.slot)
+            one.slot = -1
+            raise
+        one.pages, one.offered, one.seen = pages, len(shared), one.num_prompt
+        one.reused = min(len(shared) * self.plan.page_size, one.seen - 1)  # less than was seen: its slot is to be saved when it is preempted
+        parcel.close()
+        one.parcel = None
         return True
 
     def _make_way(self, one: Running) -> bool:
@@ -137,7 +164,7 @@ class GrowingScheduler(Scheduler):
 
     def _waits(self, one: Running) -> bool:
         """Say whether a running prompt is about to publish the first page that a waiting one does not find."""
-        if not self.plan.in_pages or one.left is not None:
+        if not self.plan.in_pages or one.left is not None or one.parcel is not None:
             return False
         keys = self._shareable(one)
         known = self.pages.known(keys)
@@ -164,6 +191,9 @@ class GrowingScheduler(Scheduler):
 
     def _room(self, count: int, asking: Running | None = None) -> bool:
         """Have so many pages free: waiting sequences release theirs, the last in the queue first, and shared pages last of all."""
+        for parcel in [] if count <= self.pages.free else list(self.parcels):
+            if asking is None or parcel is not asking.parcel:
+                parcel.spill()
         if count <= self.pages.free:
             return True
         for shared in (False, True) if not self.running else (False,):
@@ -182,6 +212,8 @@ class GrowingScheduler(Scheduler):
 
     def _preempt(self, one: Running) -> None:
         self.preemptions += 1
+        if one.arriving is not None:
+            one.arriving.wait()
         if self.swap is not None and self.swap.park(one):
             self.running.remove(one)
             self._slots.append(one.slot)
@@ -206,9 +238,14 @@ class GrowingScheduler(Scheduler):
         if self.swap is not None:
             self.swap.claim(pages, slot)
 
-    def _release(self, one: Running) -> None:
+    def _leave(self, one: Running) -> Pages:
         self._publish(one)
-        self.running.remove(one)
-        self.pages.give(one.pages)
-        self._slots.append(one.slot)
-        one.pages, one.slot = [], -1
+        return super()._leave(one)
+
+    def _taken_from(self, one: Running) -> Pages:
+        pages, one.pages = one.pages, []
+        return pages
+
+    def _give(self, pages: Pages) -> None:
+        assert is_shared(pages), "one list serves all page groups"
+        self.pages.give(pages)

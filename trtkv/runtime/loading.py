@@ -66,7 +66,10 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """An opened engine; slots are the free ones, why_torch says why TensorRT does not run it, if it does not; swap_bytes as in `Options`."""
+    """An opened engine; slots are the free ones, why_torch says why TensorRT does not run it, if it does not; swap_bytes as in `Options`.
+
+    weights names those that it runs: their fingerprint, or "random".
+    """
 
     manifest: Manifest
     cache: Cache
@@ -76,6 +79,7 @@ class Engine:
     why_torch: str | None
     swap_bytes: int | None = None
     adapters: Adapters = field(default_factory=Adapters)
+    weights: str = "unknown"
 
     @property
     def plan_unused(self) -> str | None:
@@ -165,7 +169,8 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
     slots = list(range(manifest.limits.max_batch_size - 1, -1, -1))
     # A cache in tensors has no pages; their number only limits it.
     pages = make_pages(num_pages if cache.uses_pages else num_pages[:1], plan.num_page_groups if cache.rows_have_pages else 0)
-    return Engine(manifest, cache, Stepper(executor, cache, manifest.limits, rope), pages, slots, why_torch, options.swap_bytes, adapters)
+    stepper, named = Stepper(executor, cache, manifest.limits, rope), _named(manifest, options.weights, held)
+    return Engine(manifest, cache, stepper, pages, slots, why_torch, options.swap_bytes, adapters, named)
 
 
 def _agreed(num_pages: list[int], part: Part) -> list[int]:
@@ -232,6 +237,13 @@ def _weights(manifest: Manifest, wanted: str | None, device: torch.device, progr
     if wanted is None:
         _check_unchanged(manifest, checkpoint)
     return map_weights(checkpoint, manifest.weights, dtype, device, report, part)
+
+
+def _named(manifest: Manifest, wanted: str | None, held: int) -> str:
+    """Name the weights that an engine runs."""
+    if held or wanted == "random":
+        return "random" if wanted == "random" else manifest.weights_hash or "unknown"
+    return Checkpoint(checkpoint_path(manifest, wanted)).fingerprint
 
 
 def _check_unchanged(manifest: Manifest, checkpoint: Checkpoint) -> None:

@@ -22,7 +22,7 @@ from plugins.cache.cache import Cache
 from plugins.cache.ledgers.evicting import EvictingLedger
 from plugins.cache.ledgers.ledger import ShrinkingLedger
 from plugins.cache.ledgers.per_head import HeadLedger
-from plugins.cache.pages import HeadPages, Pages
+from plugins.cache.pages import HeadPages, Ints, Pages, by_group
 from trtkv.config import Limits
 from trtkv.errors import RequestError
 from trtkv.plan import CachePlan
@@ -30,7 +30,7 @@ from trtkv.runtime.growing import GrowingScheduler
 from trtkv.runtime.memory import claimed_chunk
 from trtkv.runtime.pages import GroupPages, HeadPageAllocator, PageAllocator
 from trtkv.runtime.scheduler import Scheduler
-from trtkv.runtime.sequence import Running
+from trtkv.runtime.sequence import Parcel, Running
 
 Held = TypeVar("Held", bound=Pages)
 
@@ -70,12 +70,9 @@ class ClaimScheduler(Scheduler, Generic[Held]):
         if sequence.seen == sequence.num_prompt:
             claim.most = self._shrinking.pages_to_end(sequence.slot, sequence.max_tokens)
 
-    def owned(self, one: Running) -> Held:
-        """Return the pages of a running sequence."""
+    def pages_of(self, one: Running) -> Held:
+        """Return the pages that a running sequence owns."""
         return self._reserved[one].pages
-
-    def _pages(self, one: Running) -> Pages:
-        return self.owned(one)
 
     @abstractmethod
     def _pool_sizes(self) -> list[int]:
@@ -97,14 +94,36 @@ class ClaimScheduler(Scheduler, Generic[Held]):
         """
 
     @abstractmethod
-    def _give(self, pages: Held) -> None:
-        """Return all pages of a sequence."""
+    def _take(self, held: Sequence[int] | Ints) -> Held:
+        """Take so many pages [Y] for a sequence that another engine began; there are as many."""
 
     def _begin(self, one: Running) -> bool:
+        if one.parcel is not None:
+            return bool(self._slots) and self._receive(one, one.parcel)
         most = self._pages_for(one.num_prompt, one.max_tokens)
         if not self._slots or any(need > room for need, room in zip(most, self._unclaimed(), strict=True)):
             return False
         self._reserved[one], one.slot, one.seen = Claim(most, self._no_pages()), self._slots.pop(), 0
+        return True
+
+    def _receive(self, one: Running, parcel: Parcel) -> bool:
+        """Begin a sequence whose prompt another engine has read, if there is room for what is left of it and for its answer."""
+        slot = self._slots[-1]
+        self._shrinking.adopt(slot, parcel.note["ledger"])
+        most = self._shrinking.pages_to_end(slot, one.max_tokens)
+        if any(need > room for need, room in zip(most, self._unclaimed(), strict=True)):
+            self._shrinking.release(slot)
+            return False
+        pages = self._take(self._shrinking.held(slot, one.num_prompt))
+        try:
+            one.arriving = parcel.fill(slot, pages, 0)
+        except BaseException:  # it stays in the queue, in a state that can be cancelled
+            self._give(pages)
+            self._shrinking.release(slot)
+            raise
+        self._reserved[one], one.slot, one.seen = Claim(most, pages), self._slots.pop(), one.num_prompt
+        parcel.close()
+        one.parcel = None
         return True
 
     def _pages_for(self, prompt: int, answer: int) -> list[int]:
@@ -119,11 +138,8 @@ class ClaimScheduler(Scheduler, Generic[Held]):
         whole -= left - whole == 1 and whole > 1  # as in any schedule: a last token alone would be taken for one that decodes
         return whole if count >= whole else 0
 
-    def _release(self, one: Running) -> None:
-        self.running.remove(one)
-        self._give(self._reserved.pop(one).pages)
-        self._slots.append(one.slot)
-        one.slot = -1
+    def _taken_from(self, one: Running) -> Pages:
+        return self._reserved.pop(one).pages
 
 
 class GroupReservingScheduler(ClaimScheduler[list[list[int]]]):
@@ -162,7 +178,11 @@ class GroupReservingScheduler(ClaimScheduler[list[list[int]]]):
             pool.give(own[count:])
         return [own[:count] for own, count in zip(pages, keep, strict=True)]
 
-    def _give(self, pages: list[list[int]]) -> None:
+    def _take(self, held: Sequence[int] | Ints) -> list[list[int]]:
+        return [pool.take(int(count)) for pool, count in zip(self._pools, held, strict=True)]
+
+    def _give(self, pages: Pages) -> None:
+        assert by_group(pages), "page groups have their own lists"
         for pool, own in zip(self._pools, pages, strict=True):
             pool.give(own)
 
@@ -179,9 +199,9 @@ class GroupReservingScheduler(ClaimScheduler[list[list[int]]]):
             claim.pages = [own + pool.take(max(0, more)) for own, pool, more in zip(claim.pages, self._pools, need, strict=True)]
         return count
 
-    def _release(self, one: Running) -> None:
-        super()._release(one)
+    def _taken_from(self, one: Running) -> Pages:
         self._read = None if self._read is one else self._read
+        return super()._taken_from(one)
 
 
 class HeadReservingScheduler(ClaimScheduler[HeadPages]):
@@ -205,7 +225,11 @@ class HeadReservingScheduler(ClaimScheduler[HeadPages]):
         keep = self._ledger.pages(one.slot, 1)
         return self._pool.cut(pages, keep) if (pages.counts > keep).any() else pages
 
-    def _give(self, pages: HeadPages) -> None:
+    def _take(self, held: Sequence[int] | Ints) -> HeadPages:
+        return self._pool.take(np.asarray(held, np.int32))
+
+    def _give(self, pages: Pages) -> None:
+        assert isinstance(pages, HeadPages), "heads have their own pages"
         self._pool.give(pages)
 
     def _prepare(self, one: Running, count: int) -> int:

@@ -19,7 +19,7 @@ from trtkv.runtime.disk_pages import SavedPages
 from trtkv.runtime.fair_share import FairShare
 from trtkv.runtime.pace import Pace
 from trtkv.runtime.rows import StepRow
-from trtkv.runtime.sequence import Running
+from trtkv.runtime.sequence import Parcel, Running
 from trtkv.runtime.swap import Swap
 
 
@@ -37,6 +37,8 @@ class Scheduler(ABC):
         self.running: list[Running] = []
         self.preemptions = self.recomputed = 0  # preempted sequences, and those of them that are recomputed
         self.prefix_queries = self.prefix_hits = 0  # prompt tokens that were looked for in pages of other sequences, and those found
+        self.kept = 0  # sequences that have left with their pages
+        self.parcels: set[Parcel] = set()  # that own pages of this engine
         self._slots = slots
         self.pace = Pace()
         self._prefilled = True  # whether the last step did
@@ -62,18 +64,30 @@ class Scheduler(ABC):
         if sequence in self.waiting:
             self.waiting.remove(sequence)
             self._lose(sequence)
+            if sequence.parcel is not None:
+                sequence.parcel.close()
         if sequence in self.running:
             self._release(sequence)
+
+    def keep(self, sequence: Running) -> Pages:
+        """Let a running sequence leave and its slot be free; its pages stay the caller's until `give_back`."""
+        self.kept += 1
+        return self._leave(sequence)
+
+    def give_back(self, pages: Pages) -> None:
+        """Free the pages of a sequence that left with them."""
+        self.kept -= 1
+        self._give(pages)
 
     def next(self) -> list[tuple[Running, StepRow]]:
         """Choose the next step's sequences, at most max_chunk_tokens new tokens together; none when all are finished.
 
         A step decodes or prefills, in turn where there is both, so that decode steps stay captured. Sequences whose last token is on its way are left
-        out. Raises CapacityError when nothing runs here and others hold what the first in the queue needs.
+        out. Raises CapacityError when nothing runs here and others hold what the first in the queue needs, unless that will be given back.
         """
         self._grow()
         self._admit()
-        if self.waiting and not self.running:
+        if self.waiting and not self.running and not self.kept:
             raise CapacityError(
                 "another call holds the engine's slots or pages", "Finish or close it first, or build with a larger --max-batch-size."
             )
@@ -118,7 +132,7 @@ class Scheduler(ABC):
                 room -= count
                 finished = one.seen + count == len(one.tokens)
                 tokens, last = one.tokens[one.seen : one.seen + count], (count - 1,) if finished else ()
-                yield one, StepRow(tokens, one.seen, one.slot, self._pages(one), last, one.num_prompt, one.adapter)
+                yield one, StepRow(tokens, one.seen, one.slot, self.pages_of(one), last, one.num_prompt, one.adapter)
 
     def _prepare(self, one: Running, count: int) -> int:
         """Have pages for a sequence's next tokens; returns for how many of them there are."""
@@ -139,7 +153,7 @@ class Scheduler(ABC):
 
     def _began(self, one: Running) -> None:
         if one.began_s is None and self.fair is not None:
-            self.fair.admit(one.tenant, one.num_prompt - one.reused)
+            self.fair.admit(one.tenant, one.num_prompt - one.seen)
         one.began_s = one.began_s or time.monotonic()
 
     def _waits(self, one: Running) -> bool:
@@ -147,7 +161,7 @@ class Scheduler(ABC):
         return False
 
     @abstractmethod
-    def _pages(self, one: Running) -> Pages:
+    def pages_of(self, one: Running) -> Pages:
         """Return the pages that a running sequence owns."""
 
     @abstractmethod
@@ -164,6 +178,24 @@ class Scheduler(ABC):
     def _lose(self, one: Running) -> None:  # noqa: B027
         """Free what a waiting sequence holds."""
 
-    @abstractmethod
     def _release(self, one: Running) -> None:
         """Free what a running sequence holds."""
+        self._give(self._leave(one))
+
+    def _leave(self, one: Running) -> Pages:
+        """Remove a running sequence and free its slot; returns its pages."""
+        if one.arriving is not None:
+            one.arriving.wait()  # or what is on its way would be written over whoever has the pages next
+            one.arriving = None
+        self.running.remove(one)
+        self._slots.append(one.slot)
+        one.slot = -1
+        return self._taken_from(one)
+
+    @abstractmethod
+    def _taken_from(self, one: Running) -> Pages:
+        """Take the pages of a sequence that leaves."""
+
+    @abstractmethod
+    def _give(self, pages: Pages) -> None:
+        """Return the pages of a sequence to their pools."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+from plugins.cache.pages import Pages
 from trtkv.runtime.host_records import Place
 from trtkv.runtime.prefix_tree import Key
 from trtkv.runtime.streams import Stretch
@@ -29,6 +32,21 @@ class Left:
     tail: list[Copied] = field(default_factory=list)
 
 
+class Parcel(Protocol):
+    """A prompt that another engine has read, in this one's host memory until its sequence begins; `handoff/fetched.py` has it."""
+
+    note: Mapping[str, Any]
+
+    def fill(self, slot: int, pages: Pages, start: int) -> Stretch:
+        """Let a slot have the sequence and fill its pages from the start-th on; returns the copies, which may still be on their way."""
+
+    def spill(self) -> None:
+        """Free the pages of this engine that it begins with, having copied them to the host."""
+
+    def close(self) -> None:
+        """Free what it holds, once the copies are made; any number of times."""
+
+
 @dataclass(slots=True, eq=False)
 class Running:
     """A prompt on its way: tokens with what was generated so far, and how many of them are in the cache.
@@ -37,7 +55,7 @@ class Running:
     and root that adapter's digest, from which the names of its pages follow. reused counts tokens whose pages another sequence had filled, keys
     names its full pages as far as anybody asked, offered counts those offered to others; began_s is when it first got a slot (monotonic
     seconds). pages are those of a cache that grows; where it shrinks, its claim has them. left is what a preempted sequence has in host memory
-    beside the pages that it still owns, arriving what is on its way back.
+    beside the pages that it still owns, arriving what is on its way back, or here. parcel is a prompt that another engine has read.
     """
 
     request: int
@@ -58,6 +76,7 @@ class Running:
     began_s: float | None = None
     left: Left | None = None
     arriving: Stretch | None = None
+    parcel: Parcel | None = None
 
     @property
     def num_generated(self) -> int:

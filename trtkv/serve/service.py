@@ -13,6 +13,7 @@ from functools import partial
 from trtkv.errors import EngineError, RequestError, TrtkvError
 from trtkv.runtime.batcher import Batcher, Call, Event
 from trtkv.runtime.fair_share import FairShare
+from trtkv.runtime.handoff.fetched import Fetched
 from trtkv.runtime.sampler import SamplingParams
 from trtkv.serve.errors import Busy, Unavailable
 from trtkv.serve.families import Sink
@@ -22,6 +23,7 @@ from trtkv.serve.queue import Queue
 log = logging.getLogger("trtkv.engine")
 FAILED_STEPS = 3  # in a row: after that the engine counts as broken, and every request is refused
 STOP_S = 3.0  # for the step that is going when an engine is stopped: one that takes longer hangs
+IDLE_S = 0.1  # between two looks at an engine in which nothing can run
 ALIVE_S = 2.0  # a token this recent proves that the engine generates
 
 
@@ -39,6 +41,8 @@ class Ticket:
     last_s: dict[int, float] = field(default_factory=dict)
     ended: set[int] = field(default_factory=set)
     open: int = 0
+    keep: bool = False
+    fetched: Fetched | None = None
 
     @property
     def prompt_tokens(self) -> int:
@@ -88,9 +92,10 @@ class Service:
         return self
 
     def submit(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], sink: object = None, priority: int = 0, tenant: str = ""
-    ) -> Ticket:
-        """Queue a request; safe from any thread.
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], sink: object = None, priority: int = 0, tenant: str = "",
+        keep: bool = False, fetched: Fetched | None = None,
+    ) -> Ticket:  # fmt: skip
+        """Queue a request; safe from any thread. keep and fetched are as in `Batcher.submit`.
 
         Raises RequestError for what can never be served, Busy when too many wait, Unavailable when the engine is broken or stops.
         """
@@ -101,7 +106,7 @@ class Service:
                 raise RequestError(f"a token id is outside the vocabulary of {vocab}", "Use the model's tokenizer.")
         if len(prompts) > self.most:
             raise RequestError(f"the request needs {len(prompts)} answers, the server takes {self.most} at once", "Split it.")
-        ticket = Ticket(prompts, params, priority, tenant, sink, open=len(prompts))
+        ticket = Ticket(prompts, params, priority, tenant, sink, open=len(prompts), keep=keep, fetched=fetched)
         with self._bell:
             if self._stopping or self.broken:
                 raise Unavailable(f"the engine {'is broken: ' + self.broken if self.broken else 'is being stopped'}", "Try another server or later.")
@@ -123,7 +128,7 @@ class Service:
 
     def cancel(self, ticket: Ticket) -> None:
         """Drop what a request has not finished; safe from any thread, any number of times. No events follow."""
-        self._ask(partial(self._forget, ticket))
+        self.between(partial(self._forget, ticket))
 
     @property
     def open(self) -> int:
@@ -147,14 +152,15 @@ class Service:
             self._bell.notify()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
-            self._ask(partial(self._end_all, stopped))
+            self.between(partial(self._end_all, stopped))
             self._thread.join(STOP_S)
         if self._thread.is_alive():
             # What the engine's thread would tell them never comes.
             self.post([(one, _ended(one, stopped)) for one in self.tickets()])
         return not self._thread.is_alive()
 
-    def _ask(self, action: Callable[[], None]) -> None:
+    def between(self, action: Callable[[], None]) -> None:
+        """Do something between two steps, in the engine's thread; safe from any thread, and it does not wait."""
         with self._bell:
             self._inbox.append(action)
             self._bell.notify()
@@ -175,9 +181,17 @@ class Service:
                     self._failed = 0
                     self.gauges.step()
                     self._warn()
+                elif self.batcher.busy:
+                    self._wait()
             except Exception as error:  # noqa: BLE001 (whatever a step raises, its clients must be answered and the thread continue)
                 self._fail(error)
             self._deliver(began)
+
+    def _wait(self) -> None:
+        """Wait for what another engine fetches: all that could run needs its pages."""
+        with self._bell:
+            if not self._inbox:
+                self._bell.wait(IDLE_S)
 
     def _warn(self) -> None:
         """Say once that no chunk is short enough for the time between two tokens that was requested."""
@@ -191,7 +205,10 @@ class Service:
             self._arriving -= ticket.prompt_tokens
         try:
             wake = partial(self._touched.append, ticket)
-            ticket.call = self.batcher.submit(ticket.prompts, ticket.params, priority=ticket.priority, tenant=ticket.tenant, wake=wake)
+            ticket.call = self.batcher.submit(
+                ticket.prompts, ticket.params, priority=ticket.priority, tenant=ticket.tenant, wake=wake,
+                keep=ticket.keep, fetched=ticket.fetched,
+            )  # fmt: skip
             self._going[ticket] = None
         except TrtkvError as error:
             self._end(ticket, error)

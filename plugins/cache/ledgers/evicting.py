@@ -6,9 +6,10 @@ encoded, pages hold that alone: the prompt itself lies elsewhere until it is com
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 from plugins.cache.formats import replaces
 from plugins.cache.roles import load_allocate, load_evict
@@ -42,6 +43,11 @@ class Account:
     def decoding(self) -> bool:
         """Whether this step's tokens follow the prompt."""
         return self.seen > self.prompt
+
+
+def grants(told: Sequence[Sequence[int]] | None) -> Grants | None:
+    """Return grants [L][Hk] as accounts have them, of plain data."""
+    return None if told is None else tuple(tuple(layer) for layer in told)
 
 
 class EvictingLedger:
@@ -123,6 +129,20 @@ class EvictingLedger:
     def release(self, slot: int) -> None:
         """Forget a sequence."""
         self._accounts.pop(slot, None)
+
+    def held(self, slot: int, seen: int) -> list[int]:
+        """Return the pages of each group that hold something of a sequence past its prompt."""
+        return [self.pages_of(one) for one in self.stored(slot)]
+
+    def note(self, slot: int) -> dict[str, Any]:
+        """Return a sequence's account as plain data."""
+        return asdict(self._accounts[slot])
+
+    def adopt(self, slot: int, note: Mapping[str, Any]) -> None:
+        """Take an account that `note` has told."""
+        granted = {name: grants(note[name]) for name in ("tokens", "precise")}
+        lists = {name: list(note[name]) for name in ("stored", "settled", "placed")}
+        self._accounts[slot] = Account(**{**note, **granted, **lists, "encoded": [(keys, values) for keys, values in note["encoded"]]})
 
     def occupancy(self, account: Account, group: int) -> Occupancy:
         """Describe a layer of a group as roles see it."""

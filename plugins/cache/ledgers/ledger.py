@@ -5,10 +5,10 @@ Page groups [Y] are layers that store equally many tokens and share page numbers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
-from plugins.cache.pages import Lengths
+from plugins.cache.pages import Ints, Lengths
 from trtkv.plan import CachePlan
 
 
@@ -26,6 +26,15 @@ class Ledger(Protocol):
 
     def release(self, slot: int) -> None:
         """Forget a sequence."""
+
+    def held(self, slot: int, seen: int) -> Sequence[int] | Ints:
+        """Return the pages [Y] that hold something of a sequence that has seen so many tokens, which are past its prompt."""
+
+    def note(self, slot: int) -> dict[str, Any]:
+        """Return a sequence's account as plain data, for another engine's ledger."""
+
+    def adopt(self, slot: int, note: Mapping[str, Any]) -> None:
+        """Take an account that `note` has told."""
 
     def pages_for(self, prompt: int, chunk: int, answer: int) -> list[int]:
         """Return the most pages of each pool that a prompt, read in chunks of at most so many tokens, and an answer take."""
@@ -80,6 +89,17 @@ class GrowingLedger:
 
     def release(self, slot: int) -> None:
         """Nothing is known of a sequence."""
+
+    def held(self, slot: int, seen: int) -> Sequence[int]:
+        """Return the pages of what was seen for every page group."""
+        return [self._plan.pages(seen)] * self._groups
+
+    def note(self, slot: int) -> dict[str, Any]:
+        """Nothing is known of a sequence."""
+        return {}
+
+    def adopt(self, slot: int, note: Mapping[str, Any]) -> None:
+        """Nothing is to be known of a sequence."""
 
     def pages_for(self, prompt: int, chunk: int, answer: int) -> list[int]:
         """Return the pages of all tokens."""

@@ -5,14 +5,16 @@ Where an allocate role measures, its grants are read from the device once, at th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from plugins.cache.ledgers.evicting import grants
 from plugins.cache.ledgers.ring import Ring
 from plugins.cache.pages import Ints, Lengths, head_pages
 from plugins.cache.roles import AllocateRole, load_allocate, load_evict
@@ -126,6 +128,24 @@ class HeadLedger:
     def release(self, slot: int) -> None:
         """Forget a sequence."""
         self._accounts.pop(slot, None)
+
+    def held(self, slot: int, seen: int) -> Ints:
+        """Return the pages [Y] that hold something of a sequence."""
+        return self.pages(slot, 0)
+
+    def note(self, slot: int) -> dict[str, Any]:
+        """Return a sequence's account as plain data; its limits follow from the rest."""
+        one = self._accounts[slot]
+        ring = one.ring and {"sink": one.ring.sink, "size": one.ring.size.tolist(), "start": one.ring.start.tolist()}
+        told = {name: getattr(one, name) for name in ("prompt", "seen", "new", "tokens", "precise")}
+        return {**told, "stored": one.stored.tolist(), "placed": one.placed.tolist(), "ring": ring}
+
+    def adopt(self, slot: int, note: Mapping[str, Any]) -> None:
+        """Take an account that `note` has told."""
+        ring, granted = note["ring"], {name: grants(note[name]) for name in ("tokens", "precise")}
+        lengths = {name: np.array(note[name], np.int64) for name in ("stored", "placed")}
+        own = ring and Ring(ring["sink"], np.array(ring["size"], np.int64), np.array(ring["start"], np.int64))
+        self._accounts[slot] = HeadAccount(**{**note, **granted, **lengths, "ring": own})
 
     def occupancy(self, account: HeadAccount, layer: int) -> Occupancy:
         """Describe a layer as roles see it."""

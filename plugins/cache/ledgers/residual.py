@@ -74,6 +74,10 @@ class ResidualLedger(ReadingLedger):
         """Return the pages of each group that a sequence of so many seen tokens fills in a step of `count` more: none before its prompt is in."""
         return self.settled_pages(seen + count) if seen + count >= prompt else [0] * len(self._first)
 
+    def held(self, slot: int, seen: int) -> list[int]:
+        """Return the pages of each group that hold something of a sequence past its prompt."""
+        return self.settled_pages(seen)
+
     def pages_to_end(self, slot: int, left: int) -> list[int]:
         """Return the most pages of each group that a sequence takes for so many more tokens."""
         return self.settled_pages(self._accounts[slot].seen + left)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,9 @@ from torch import Tensor
 from plugins.append.rotate import rotate
 from plugins.cache.batch import Row
 from plugins.cache.counted import CountedCache
+from plugins.cache.pages import Ints, PageList
+from plugins.cache.pieces import Piece
+from plugins.cache.reference import moved
 from plugins.cache.reference.layer import LayerCache, Roles
 from plugins.cache.roles import load_role
 from plugins.config import OpConfig
@@ -106,6 +110,25 @@ class ReferenceCache(CountedCache):
         if not caches or self.plan.evict is None:
             return 0.0
         return sum(cache.seen - sum(cache.lengths) / len(cache.lengths) for cache in caches) / len(caches)
+
+    def note(self, slot: int) -> dict[str, Any]:
+        """Return what is known of a slot's sequence, layer by layer."""
+        return {**super().note(slot), "layers": [moved.note(layer) for layer in self._slots[slot]]}
+
+    def adopt(self, slot: int, note: Mapping[str, Any]) -> None:
+        """Let a slot continue another cache's sequence, in tensors of the sizes that it has."""
+        super().adopt(slot, note)
+        self._slots[slot] = self._new_layers()
+        for layer, told in zip(self._slots[slot], note["layers"], strict=True):
+            moved.adopt(layer, told, self.device)
+
+    def slot_rows(self, slot: int) -> list[Tensor]:
+        """List all tensors of a slot's sequence."""
+        return [one for layer in self._slots[slot] for one in moved.tensors(layer).values()]
+
+    def page_pieces(self, pages: Sequence[PageList], held: Sequence[int] | Ints) -> list[Piece]:
+        """Nothing lies in pages."""
+        return []
 
     def release(self, slot: int) -> None:
         """Drop a sequence's caches."""

@@ -16,12 +16,11 @@ from dynamo.llm.exceptions import EngineShutdown, HttpError, InvalidArgument
 
 from trtkv.errors import ConfigError, RequestError, TrtkvError
 from trtkv.integrations.dynamo import requests
-from trtkv.integrations.dynamo.events import PageEvents
+from trtkv.integrations.dynamo.events import PageEvents, shared_pages
 from trtkv.integrations.dynamo.settings import Settings
 from trtkv.integrations.dynamo.traces import Trace
 from trtkv.runtime.batcher import Event
 from trtkv.runtime.llm import LLM
-from trtkv.runtime.pages import PageAllocator
 from trtkv.serve.backend import Facts, LocalAnswer, LocalBackend
 from trtkv.serve.errors import Unavailable, status_of
 from trtkv.serve.metrics import Prometheus
@@ -109,13 +108,13 @@ class Worker(LLMEngine):
     async def kv_event_sources(self) -> list[PushSource]:
         """Announce shared pages, where the engine's cache shares any."""
         assert self._llm is not None
-        cache, pages = self._llm.engine.cache, self._llm.engine.pages
-        if not (cache.plan.in_pages and cache.plan.evict is None and isinstance(pages, PageAllocator)):
+        pages = shared_pages(self._llm.engine)
+        if pages is None:
             return []
+        page_size = self._llm.engine.cache.plan.page_size
 
         def begin(publisher: Any) -> None:
-            assert self._backend is not None
-            self._events = PageEvents(publisher, cache.plan.page_size)
+            self._events = PageEvents(publisher, page_size)
             pages.watch(self._events)
 
         return [PushSource(on_ready=begin)]

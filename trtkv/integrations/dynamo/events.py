@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from trtkv.runtime.loading import Engine
+from trtkv.runtime.pages import PageAllocator
 from trtkv.runtime.prefix_tree import Key
 
 
@@ -29,6 +31,12 @@ class PageEvents:
     def close(self) -> None:
         """Announce nothing more."""
         self._publisher = None
+
+
+def shared_pages(engine: Engine) -> PageAllocator | None:
+    """Return what allocates an engine's pages where sequences share them, None where a policy's pages are one sequence's own."""
+    plan, pages = engine.cache.plan, engine.pages
+    return pages if isinstance(pages, PageAllocator) and plan.in_pages and plan.evict is None else None
 
 
 def block_hash(key: Key) -> int:

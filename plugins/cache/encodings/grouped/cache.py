@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,6 +124,15 @@ class GroupedCache(CountedCache):
         """Free what a slot holds."""
         super().release(slot)
         self.store.release(slot)
+
+    def note(self, slot: int) -> dict[str, Any]:
+        """Return what is known of a slot's sequence beside its buffers."""
+        return {**super().note(slot), "store": self.store.note(slot)}
+
+    def adopt(self, slot: int, note: Mapping[str, Any]) -> None:
+        """Let a slot continue another cache's sequence."""
+        super().adopt(slot, note)
+        self.store.adopt(slot, note["store"])
 
     def _began(self, rows: Sequence[Row]) -> None:
         self.store.begin(rows)

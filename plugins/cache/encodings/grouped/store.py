@@ -8,11 +8,12 @@ room for what is left of the prompt, and the ring for all tokens that may still 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from plugins.cache.batch import Row
+from plugins.cache.batch import Row, to_device
 from plugins.cache.bytes import ByteCount
 from plugins.cache.encodings.grouped import launch, reference
 from plugins.cache.encodings.grouped.evict_partitions import PartitionEvictor
@@ -169,6 +170,19 @@ class EncodedStore:
         self._prompts[target], self._lengths[target], self._runs[target] = {}, self._lengths[source], list(self._runs[source])
         if self.ledger is not None:
             self.ledger.copy(source, target)
+
+    def note(self, slot: int) -> dict[str, Any]:
+        """Return what is known of a slot's sequence beside its buffers and its account, as plain data."""
+        return {"prompt": self._lengths[slot], "runs": self._runs[slot]}
+
+    @torch.inference_mode()
+    def adopt(self, slot: int, note: Mapping[str, Any]) -> None:
+        """Let a slot have a sequence that `note` has told of; where there is a ledger, it has the account."""
+        self._prompts[slot], self._lengths[slot], self._runs[slot] = {}, note["prompt"], list(note["runs"])
+        self.origins[:, slot] = to_device(note["runs"], torch.int32, self.device)
+        if self.residual_evictor is not None:
+            ends = [one for pair in self.residual_evictor.ledger.find(slot).encoded for one in pair]
+            self.ends[:, slot] = to_device(ends, torch.int32, self.device).view(-1, 2)
 
     def seen(self, layer: int, row: Row) -> Prompt:
         """Return the keys and values [Hk, S, D] that the announced step's attention read of a sequence; of a complete prompt with `keep_prompts`."""

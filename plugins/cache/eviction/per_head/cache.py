@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,6 +97,11 @@ class HeadCache(Cache):
     def visible(self, layer: int, b: int, row: Row, newer: int) -> list[list[int]] | None:
         """List the tokens that each head has."""
         return [list(range(row.stored - length, row.stored - newer)) for length in self.pool.lengths(layer, b)]
+
+    def adopt(self, slot: int, note: Mapping[str, Any]) -> None:
+        """Let a slot continue another cache's sequence, with its rings."""
+        super().adopt(slot, note)
+        self.compactor.adopted(slot)
 
     def _ended(self, rows: Sequence[Sequence[Row]]) -> None:
         self.compactor.finish(rows[0])

@@ -54,6 +54,11 @@ class HeadCompactor:
         if self._sink is not None:
             self._pool.turns = [self.ledger.find(row.slot).ring for row in self._pool.rows]
 
+    def adopted(self, slot: int) -> None:
+        """Note that a slot has a sequence of another cache, whose account the ledger has."""
+        if self._sink is not None:
+            self._pool.rings.set(slot, self.ledger.find(slot).ring)
+
     def finish(self, rows: Sequence[Row]) -> None:
         """Evict after the announced step."""
         moves, left = [], []

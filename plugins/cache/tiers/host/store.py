@@ -221,6 +221,10 @@ class Offload:
         frames, ring = self.num_slots * self.shape.frames, self.shape.ring
         return [pool[frames:].unflatten(0, (self.num_slots, ring)) for tier in self.every for pool in tier.pools]
 
+    def pages(self) -> list[Tensor]:
+        """Return the host pages of every layer."""
+        return [tier.host for tier in self.every]
+
     def place_rows(self, slot: int, newest: int) -> Tensor:
         """Return the row of every place of a slot whose open page is `newest`: [F + R] int64, -1 for ring places before the first page."""
         frames, ring = self.shape.frames, self.shape.ring

@@ -1,0 +1,134 @@
+"""Measures what Dynamo's routing brings: conversations with shared beginnings, held with one worker and with several routed in three ways.
+
+    python build_scripts/bench_fleet.py [--python PYTHON] [--workers 4] [--results FILE]
+
+Frontend, router and workers are processes of this machine, which every setting starts anew; the model is small and runs on the CPU. One worker has
+all cores, of several each has its share. The last of the settings runs twice, first and last: what differs between these two runs is noise.
+PYTHON is the interpreter of an environment with trtkv and ai-dynamo. A record a run is appended to the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from fleet_talk import Outcome, Shape, Talk, draw, hold
+
+from trtkv.api import build
+from trtkv.bench.records import append_records, make_record
+from trtkv.cli.output import print_table
+from trtkv.errors import ConfigError, TrtkvError
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "engines" / "fleet.jsonl"
+ONE, RANDOM, TURNS, KV = "one worker", "random", "round-robin", "kv"
+ROUTERS = {ONE: "round-robin", RANDOM: "random", TURNS: "round-robin", KV: "kv"}
+COUNTS = {name: f"trtkv:prefix_cache_{name}_total" for name in ("queries", "hits")}
+COLUMNS = ["setting", "hit rate", "computed", "ttft p50, s", "ttft p99, s", "tokens/s", "seconds"]
+
+
+def main() -> int:
+    """Measure all settings; returns the exit code."""
+    own = read_options()
+    sys.path.insert(0, str(ROOT))
+    shape = Shape(own.clients, own.conversations, own.turns, own.groups, own.system, own.user, own.answer, own.seed)
+    failed = False
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            limits = {"max_seq_len": own.length, "max_batch_size": max(8, own.clients), "max_chunk_tokens": 512}
+            engine = build(own.model, own.policy, out=Path(folder) / "engine", backend="none", sms=("none",), dtype="float32", **limits)
+            talks, rows = draw(shape), []
+            for setting in (KV, *(name for name in ROUTERS if name != KV), KV):
+                figures, outcome = measure(setting, engine, talks, shape, own)
+                wrong = [one for one in outcome.turns if one.error]
+                failed |= bool(wrong)
+                report(setting, figures, wrong, outcome, talks, own)
+                rows.append([f"{setting} again" if setting in (row[0] for row in rows) else setting, *figures.values()])
+    except (TrtkvError, AssertionError) as error:
+        print(f"bench_fleet: {error}", file=sys.stderr)
+        return 1
+    print_table(COLUMNS, [[name, f"{rate:.1%}", computed, *map(str, rest)] for name, rate, computed, *rest in rows])
+    print(f"spread of {KV}: " + ", ".join(f"{name} {abs(a - b) / b:.1%}" for name, a, b in zip(COLUMNS[1:], rows[0][1:], rows[-1][1:], strict=True)))
+    return int(failed)
+
+
+def read_options() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", default=sys.executable, help="interpreter of the workers and the frontend")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--policy", default="full")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--conversations", type=int, default=24)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--groups", type=int, default=6, help="system prompts that conversations share")
+    parser.add_argument("--system", type=int, default=1600, help="characters of a system prompt")
+    parser.add_argument("--user", type=int, default=400, help="characters that a user adds in a turn")
+    parser.add_argument("--answer", type=int, default=12, help="tokens of an answer")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of the longest conversation")
+    parser.add_argument("--cache-gib", type=float, default=0.5, help="of every worker")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    return parser.parse_args()
+
+
+def measure(setting: str, engine: Path, talks: Sequence[Talk], shape: Shape, own: argparse.Namespace) -> tuple[dict[str, float], Outcome]:
+    """Start a fleet, warm it up, hold the conversations; raises AssertionError where the fleet does not start."""
+    from tests.fleet import Fleet
+
+    workers = 1 if setting == ONE else own.workers
+    words = ["-m", "trtkv.integrations.dynamo", engine, "--device", "cpu", "--cache-gib", own.cache_gib]
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    with Fleet(["--router-mode", ROUTERS[setting]], [words] * workers, python=own.python, env={"OMP_NUM_THREADS": str(threads)}) as fleet:
+        warm = Shape(shape.clients, 2 * shape.clients, 1, shape.clients, 200, 100, 2, own.seed + 1)
+        asyncio.run(hold(fleet.url, fleet.model, draw(warm), warm))
+        before = counted(fleet.workers)
+        outcome = asyncio.run(hold(fleet.url, fleet.model, talks, shape))
+        queries, hits = (after - earlier for after, earlier in zip(counted(fleet.workers), before, strict=True))
+    answered = [one for one in outcome.turns if not one.error]
+    if not answered or not queries:
+        raise ConfigError(f"{setting}: no turn was answered ({outcome.turns[0].error})", "Look at the sizes of the conversations.")
+    first = sorted(one.first_s for one in answered)
+    tokens = sum(one.answered for one in answered)
+    return {
+        "hit_rate": round(hits / queries, 4), "computed_tokens": int(queries - hits), "ttft_p50_s": round(statistics.median(first), 3),
+        "ttft_p99_s": round(first[int(0.99 * (len(first) - 1))], 3), "tokens_per_s": round(tokens / outcome.seconds, 2),
+        "seconds": round(outcome.seconds, 1),
+    }, outcome  # fmt: skip
+
+
+def counted(workers: Sequence[Any]) -> tuple[float, float]:
+    """Return the tokens of prompts that workers have looked up, and found."""
+    found = [worker.metrics() for worker in workers]
+    queries, hits = (sum(one[name] for one in found) for name in COUNTS.values())
+    return queries, hits
+
+
+def report(setting: str, figures: dict[str, float], wrong: Sequence[Any], outcome: Outcome, talks: Sequence[Talk], own: argparse.Namespace) -> None:
+    """Print what a setting gave and append its record."""
+    asked = {name: getattr(own, name) for name in ("model", "policy", "clients", "turns", "groups", "answer", "cache_gib", "seed")}
+    prompts: list[list[int]] = [[0] * own.turns for _ in talks]
+    for one in outcome.turns:
+        prompts[one.talk][one.turn] = one.prompt
+    facts = {
+        "setting": setting, "workers": 1 if setting == ONE else own.workers, "dtype": "float32", "cores": os.cpu_count(), **asked,
+        "groups_of": [talk.group for talk in talks], "prompt_tokens": prompts,
+    }  # fmt: skip
+    command = shlex.join(["python", "build_scripts/bench_fleet.py", *(word for word in sys.argv[1:] if word not in (own.python, "--python"))])
+    check = {"passed": not wrong, "compared": "every answer has all its tokens"}
+    append_records(own.results, [make_record("fleet", command, torch.device("cpu"), check, facts, figures)])
+    print(f"{setting}: {figures}" + (f"; {len(wrong)} failed: {wrong[0].error}" if wrong else ""), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

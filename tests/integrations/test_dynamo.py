@@ -1,0 +1,182 @@
+"""A worker of Dynamo without Dynamo: what its requests mean, which pages it announces, what the frontend reads of an engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.policies.cases import PRESETS, small
+from tests.runtime.replayed import Replayed
+from tests.tiny import TinyModel
+from trtkv.api import build
+from trtkv.engine.manifest import read_manifest
+from trtkv.errors import EngineError, RequestError
+from trtkv.integrations.dynamo import requests
+from trtkv.integrations.dynamo.card import write_card
+from trtkv.integrations.dynamo.events import PageEvents, block_hash, shared_pages
+from trtkv.runtime.batcher import Event
+from trtkv.runtime.llm import LLM
+from trtkv.runtime.prefix_tree import page_keys
+from trtkv.runtime.sampler import SamplingParams
+
+LIMITS = {"max_seq_len": 320, "max_batch_size": 2, "max_chunk_tokens": 64}
+STEM = [(5 * index * index + index) % 250 for index in range(200)]
+NOTHING = dict.fromkeys(("n", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "guided_decoding"))
+
+
+def request(**parts: Any) -> dict[str, Any]:
+    """A request as the frontend sends it: a field that a client left out is there and null."""
+    return {"token_ids": [1, 2, 3], "sampling_options": NOTHING, "stop_conditions": {"max_tokens": None, "stop": None}, "output_options": {}, **parts}
+
+
+def sampled(**parts: Any) -> SamplingParams:
+    (one,) = requests.sampling_of(request(**parts), 64, {})
+    return one
+
+
+def test_what_a_client_leaves_out_is_the_models_default() -> None:
+    (one,) = requests.sampling_of(request(), 64, {"temperature": 0.2, "top_k": 20})
+    assert (one.temperature, one.top_k, one.max_tokens, one.grammar, one.logprobs) == (0.2, 20, 61, None, 0)
+    assert sampled().temperature == 1.0
+    assert sampled(token_ids=[0] * 100).max_tokens == 1, "the batcher says what is wrong with such a prompt"
+
+
+def test_every_field_of_a_request_arrives() -> None:
+    sampling = {
+        **NOTHING,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": -1,
+        "min_p": 0.1,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.1,
+        "seed": 7,
+    }
+    stop = {"max_tokens": 9, "min_tokens": 2, "ignore_eos": True, "stop": ["x"], "stop_token_ids": [5], "stop_token_ids_hidden": [2, 5]}
+    one = sampled(sampling_options=sampling, stop_conditions=stop, output_options={"logprobs": 3}, annotations=["budget:64", "tau:0.5", "token_ids"])
+    assert (one.temperature, one.top_p, one.top_k, one.min_p, one.frequency_penalty, one.repetition_penalty) == (0.5, 0.9, 0, 0.1, 0.3, 1.1)
+    assert (one.max_tokens, one.min_tokens, one.ignore_eos, one.stop_token_ids, one.stop) == (9, 2, True, (5, 2), ())
+    assert (one.logprobs, one.top_logprobs, one.budget, one.tau, one.seed) == (1, 3, 64, 0.5, 7)
+    many = requests.sampling_of(request(sampling_options={**sampling, "n": 3}), 64, {})
+    assert [one.seed for one in many] == [7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("form", "kind", "text"),
+    [({"json": {"type": "object"}}, "json_schema", '{"type": "object"}'), ({"regex": "a+"}, "regex", "a+"), ({"choice": ["a"]}, "choice", '["a"]')],
+)
+def test_a_guided_answer_has_a_grammar(form: dict[str, Any], kind: str, text: str) -> None:
+    grammar = sampled(sampling_options={**NOTHING, "guided_decoding": {**dict.fromkeys(("json", "regex", "choice")), **form}}).grammar
+    assert grammar is not None and (grammar.kind, grammar.text) == (kind, text)
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"annotations": ["budget:many"]}, "the annotation budget is 'many'. Give a number"),
+        ({"sampling_options": {**NOTHING, "guided_decoding": {"regex": "a", "choice": ["a"]}}}, "as regex and as choice"),
+        ({"output_options": {"prompt_logprobs": 1}}, "prompt_logprobs and beam search are not supported"),
+        ({"sampling_options": {**NOTHING, "temperature": 101.0}}, "temperature is 101.0"),
+    ],
+)
+def test_what_cannot_be_is_refused(parts: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        requests.sampling_of(request(**parts), 64, {})
+
+
+@pytest.mark.parametrize("parts", [{"token_ids": []}, {"multi_modal_data": {"image_url": ["x"]}}])
+def test_a_prompt_is_text(parts: dict[str, Any]) -> None:
+    with pytest.raises(RequestError):
+        requests.one_prompt(request(**parts))
+
+
+def test_events_become_chunks() -> None:
+    plain, told = SamplingParams(), SamplingParams(logprobs=1, top_logprobs=2)
+    assert requests.chunk_of(Event(1, 5, "x", -0.5), plain) == {"token_ids": [5], "index": 1}
+    top = [{"rank": 1, "token_id": 9, "logprob": -0.1, "token": None}, {"rank": 2, "token_id": 5, "logprob": -0.5, "token": None}]
+    chunk = requests.chunk_of(Event(0, 5, "x", -0.5, "stop", ((9, -0.1), (5, -0.5))), told)
+    assert chunk == {"token_ids": [5], "index": 0, "log_probs": [-0.5], "top_logprobs": [top], "finish_reason": "stop"}
+    assert requests.usage(10, 3, 8)["total_tokens"] == 13
+
+
+class Router:
+    """What the router knows of a worker after its events, as Dynamo's own does: blocks by hash, each with its parent's and its tokens."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, tuple[int | None, list[int]]] = {}
+
+    def publish_stored(self, tokens: list[int], sizes: list[int], hashes: list[int], parent: int | None) -> None:
+        assert len(sizes) == len(hashes) and sum(sizes) == len(tokens) and all(-(2**63) <= one < 2**63 for one in hashes)
+        for index, (size, one) in enumerate(zip(sizes, hashes, strict=True)):
+            assert parent is None or parent in self.blocks
+            self.blocks[one] = parent, tokens[index * size : (index + 1) * size]
+            parent = one
+
+    def publish_removed(self, hashes: list[int]) -> None:
+        for one in hashes:
+            del self.blocks[one]
+
+    def match(self, tokens: list[int], size: int) -> int:
+        """Return how many tokens of a prompt the worker stores, from the blocks' tokens alone."""
+        found, parent = 0, None
+        while True:
+            part = tokens[found : found + size]
+            parent = next((one for one, block in self.blocks.items() if len(part) == size and block == (parent, part)), None)
+            if parent is None:
+                return found
+            found += size
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_worker_reuses_what_it_announced_and_announces_nothing_else(name: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
+    policy = small(name)
+    llm = LLM(build(str(tiny_llama.path), policy, out=tmp_path / "engine", backend="none", **LIMITS), cache_bytes=None)
+    pages, router, greedy = shared_pages(llm.engine), Router(), SamplingParams(max_tokens=40, ignore_eos=True)
+    if pages is not None:
+        pages.watch(PageEvents(router, llm.engine.cache.plan.page_size))
+    size = llm.engine.cache.plan.page_size
+    for prompt in (STEM, STEM[:100] + [7] * 90, [9] * 200, STEM + [8] * 20, STEM[:120], [3] * 250, STEM):
+        expected = router.match(prompt[: (len(prompt) - 2) // size * size], size)
+        llm.generate([prompt], greedy)
+        assert llm.stats.reused_tokens == expected
+    if pages is None:
+        assert llm.batcher.scheduler.prefix_hits == 0
+    else:
+        assert router.blocks.keys() == {block_hash(key) for key in pages._tree._page_of}
+        assert llm.batcher.scheduler.prefix_hits > 0 or llm.engine.cache.plan.quantize is not None
+
+
+def test_what_leaves_the_cache_is_withdrawn(tiny_llama: TinyModel, tmp_path: Path) -> None:
+    """With pages for little more than one sequence, also while a tier on disk still has them."""
+    path = build(str(tiny_llama.path), "full", out=tmp_path / "engine", backend="none", **LIMITS)
+    page_bytes = LLM(path, cache_bytes=None).engine.cache.count.page
+    llm = LLM(path, cache_bytes=12 * page_bytes, kv_disk=tmp_path / "disk")
+    pages, size = shared_pages(llm.engine), llm.engine.cache.plan.page_size
+    assert pages is not None
+    replayed = Replayed(size)
+    pages.watch(replayed)
+    for prompt in (STEM, [9] * 200, [8] * 200, STEM):
+        llm.generate([prompt], SamplingParams(max_tokens=30, ignore_eos=True))
+        assert replayed.agrees(pages)
+        for key, tokens in replayed.known.items():
+            assert page_keys(tokens, size, len(tokens) // size)[-1] == key
+    assert llm.batcher.scheduler.saved is not None and llm.batcher.scheduler.saved.loaded, "the last prompt came back from the disk"
+    assert any(tokens[:size] == STEM[:size] for tokens in replayed.known.values()) and len(replayed.known) <= pages.num_pages
+
+
+def test_engines_that_differ_have_other_cards(tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    cards = []
+    for policy in ("full", "streaming"):
+        path = build(str(tiny_llama.path), policy, out=tmp_path / policy, backend="none", **LIMITS)
+        cards.append(write_card(path, read_manifest(path), None))
+        assert write_card(path, read_manifest(path), None) == cards[-1], "all workers of an engine name one path"
+    configs = [json.loads((card / "config.json").read_text()) for card in cards]
+    assert cards[0] != cards[1] and configs[0] != configs[1] and configs[0]["max_position_embeddings"] == 320
+    assert all((card / "tokenizer.json").read_bytes() == (tiny_llama.path / "tokenizer.json").read_bytes() for card in cards)
+    (tmp_path / "full" / "tokenizer.json").unlink()
+    with pytest.raises(EngineError, match="has no tokenizer"):
+        write_card(tmp_path / "full", read_manifest(tmp_path / "full"), None)

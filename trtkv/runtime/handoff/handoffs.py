@@ -1,0 +1,263 @@
+"""The two ends of a handed-over prompt: `offer` in the engine that has read it, `fetch` in the one that answers.
+
+The prefill engine keeps the prompt's pages and listens; the decode engine says which of its own pages begin alike, takes the rest into host memory,
+and submits the prompt with it. Whoever knows a handle gets its prompt once; nothing is encrypted, so the port belongs into a private network.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TooLate
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from trtkv.errors import ConfigError, EngineError, RequestError
+from trtkv.runtime.batcher import Batcher, Call
+from trtkv.runtime.handoff import wire
+from trtkv.runtime.handoff.blocks import Blocks, cut, used
+from trtkv.runtime.handoff.fetched import Fetched, Run
+from trtkv.runtime.handoff.identity import check_role, difference, digest_of, layout_of
+from trtkv.runtime.handoff.kept import Kept
+from trtkv.runtime.handoff.offer import Offer
+from trtkv.runtime.handoff.sending import send
+from trtkv.runtime.handoff.transports import Transport, agreed, open_transports
+from trtkv.runtime.handoff.wire import Broken
+from trtkv.runtime.host_memory import host_room
+
+log = logging.getLogger("trtkv.handoff")
+HOLD_S = 60.0  # for which a prompt waits to be fetched
+SILENT_S = 30.0  # after which the other side of a connection counts as dead
+STEP_S = 120.0  # for which a step may let what is done between steps wait
+SWEEP_S = 0.25
+HOST_SHARE = 4  # of the host memory that may be pinned: a quarter
+MOST_LINKS = 64  # connections at once
+T = TypeVar("T")
+
+
+class Handoffs:
+    """Hands prompts of one engine over to others, and takes theirs; sent and received count bytes of caches."""
+
+    def __init__(
+        self, batcher: Batcher, run: Run | None = None, *, host: str = "127.0.0.1", port: int = 0, advertise: str | None = None,
+        hold_s: float = HOLD_S, host_bytes: int | None = None, transport: str = "auto",
+    ) -> None:  # fmt: skip
+        """Listen on a host and port (0: any that is free); offers name the host `advertise`, by default the same.
+
+        run does something between two steps in the thread that drives the batcher, as `Service.between`; by default whoever holds the batcher's lock
+        does. A prompt that nobody fetches for hold_s seconds is freed. Up to host_bytes of host memory are for prompts on their way, by default
+        a quarter of what may be pinned. transport is auto, tcp or nixl.
+
+        Raises ConfigError for an engine whose prompts cannot be handed over, and for an address where it cannot listen.
+        """
+        check_role(batcher.engine.cache)
+        if hold_s <= 0:
+            raise ConfigError(f"a prompt cannot wait for {hold_s:g} seconds", "Give a positive number.")
+        self.batcher, self.layout, self.hold_s = batcher, layout_of(batcher.engine), hold_s
+        self.sent = self.received = 0
+        self._run = run or self._locked
+        self._transports = open_transports(transport)
+        self.blocks = Blocks(host_room() // HOST_SHARE if host_bytes is None else host_bytes, batcher.engine.cache.device)
+        self.blocks.on_new = self._register
+        self._offers: dict[str, Kept] = {}
+        self._links = threading.BoundedSemaphore(MOST_LINKS)
+        try:
+            self._socket = socket.create_server((host, port))
+        except (OSError, OverflowError) as error:
+            words = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(f"prompts cannot be handed over at {host}:{port}: {words.lower()}", "Choose another host or port.") from None
+        self.host, self.port = advertise or host, self._socket.getsockname()[1]
+        self._socket.settimeout(SWEEP_S)
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="trtkv-handoff", daemon=True)
+        self._thread.start()
+
+    def offer(self, call: Call, request: int = 0) -> dict[str, Any]:
+        """Offer a prompt that was submitted with `keep` and has its first token; returns plain data for the decode engine's `fetch`.
+
+        From any thread. What an offered prompt holds is no longer the call's: it is freed when it was fetched, or `hold_s` after its first token.
+        Raises RequestError for a prompt without a first token.
+        """
+        if request not in call.firsts:
+            raise RequestError("the prompt has no first token to hand over", "Offer it when its event has come, and only if that is no error.")
+        first, kept, one, handle = call.firsts[request], call.kept.pop(request, None), call.members[request], None
+        if kept is not None:
+            handle = secrets.token_hex(16)
+            self._offers[handle] = kept
+        tokens = one.tokens[: one.num_prompt]
+        return Offer(
+            host=self.host, port=self.port, handle=handle, layout=self.layout, prompt=digest_of(tokens), prompt_tokens=len(tokens),
+            adapter=one.root.hex(), token=first.token, logprob=first.logprob, top=tuple(first.top),
+        ).model_dump()  # fmt: skip
+
+    def withdraw(self, offer: Mapping[str, Any]) -> None:
+        """Free an offered prompt that nobody will fetch; from any thread, any number of times."""
+        kept = self._offers.pop(str(offer.get("handle")), None)
+        if kept is not None:
+            self._run(lambda: self.batcher.free(kept))
+
+    def fetch(self, offer: Mapping[str, Any], tokens: Sequence[int], *, adapter: str | None = None, stop: threading.Event | None = None) -> Fetched:
+        """Fetch an offered prompt from the engine that has read it; give the result to `Batcher.submit`, or close it.
+
+        Blocks, and not in the engine's thread. stop ends it early, with a Broken. Raises RequestError for an offer of another prompt, adapter or
+        engine, or one that is there no longer; CapacityError where host memory stays full; Broken where the other side dies or is silent.
+        """
+        given, engine = Offer.read(offer), self.batcher.engine
+        root = engine.adapters.find(adapter)[1]
+        given.check(self.layout, tokens, root)
+        parcel = Fetched(engine.cache, self.batcher.scheduler, self.blocks, self._run, list(tokens), root, given.first)
+        if given.handle is None:
+            return parcel
+        try:
+            known = self._within(parcel.hold)
+            with self._connect(given) as link:
+                self._pull(link, given.handle, parcel, known, stop)
+        except BaseException:
+            parcel.close()
+            raise
+        return parcel
+
+    def close(self) -> None:
+        """Stop listening, and free what waits to be fetched."""
+        self._closed.set()
+        self._socket.close()
+        for handle in list(self._offers):
+            self.withdraw({"handle": handle})
+
+    # In the decode engine
+
+    def _connect(self, offer: Offer) -> socket.socket:
+        try:
+            return socket.create_connection((offer.host, offer.port), SILENT_S)
+        except OSError as error:
+            where = f"{offer.host}:{offer.port}"
+            raise Broken(f"the engine at {where} cannot be reached: {(error.strerror or str(error)).lower()}") from None
+
+    def _pull(self, link: socket.socket, handle: str, parcel: Fetched, known: int, stop: threading.Event | None) -> None:
+        wire.write(link, {"handle": handle, "layout": self.layout, "known": known, "transports": [one.name for one in self._transports]})
+        told = wire.read(link)
+        if "refused" in told:
+            raise RequestError(f"the other engine does not hand the prompt over: {str(told['refused'])[:300]}", "Send the request again.")
+        try:
+            note, sizes = dict(told["note"]), [(int(rows), int(row_bytes)) for rows, row_bytes in told["sizes"]]
+            spans = cut(sizes)
+            transport = agreed(self._transports, [told["transport"]])
+            hello = dict(told["hello"])
+        except (KeyError, TypeError, ValueError, AssertionError):
+            raise Broken("a description that makes no sense") from None
+        parcel.take(self.blocks.take(len(spans), time.monotonic() + SILENT_S / 2, stop))
+        blocks = parcel.blocks
+        transport, peer = self._meet(transport, hello)
+        try:
+            wire.write(link, {"go": transport.name})
+            for own, block in zip(spans, blocks, strict=True):
+                if stop is not None and stop.is_set():
+                    raise Broken("this engine does not need the prompt any more")
+                transport.receive(link, peer, block, used(own, sizes))
+                self.received += used(own, sizes)
+            wire.write(link, {"done": True})
+        finally:
+            transport.leave(peer)
+        parcel.received(note, sizes, blocks, known)
+
+    def _meet(self, transport: Transport, hello: dict[str, Any]) -> tuple[Transport, str]:
+        """Return the way that works, with the sender's name there."""
+        try:
+            return transport, transport.meet(hello)
+        except Broken as error:
+            if transport is self._transports[-1]:
+                raise
+            log.warning("%s; the prompt comes over tcp", error.problem)
+            return self._transports[-1], self._transports[-1].meet({})
+
+    # In the prefill engine
+
+    def _listen(self) -> None:
+        while not self._closed.is_set():
+            self._sweep()
+            try:
+                link, _ = self._socket.accept()
+            except TimeoutError:
+                continue
+            except OSError:
+                if self._closed.is_set():
+                    return
+                time.sleep(SWEEP_S)  # as without file descriptors
+                continue
+            if not self._links.acquire(blocking=False):
+                link.close()
+                continue
+            threading.Thread(target=self._serve, args=(link,), name="trtkv-handoff-link", daemon=True).start()
+
+    def _serve(self, link: socket.socket) -> None:
+        try:
+            with link:
+                link.settimeout(SILENT_S)
+                link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                self._answer(link)
+        except Exception as error:  # noqa: BLE001 (whatever happens to one transfer, the others go on)
+            log.warning("%s", error if isinstance(error, EngineError) else f"a prompt could not be handed over: {error}")
+        finally:
+            self._links.release()
+
+    def _answer(self, link: socket.socket) -> None:
+        ask = wire.read(link, wire.MOST_ASKED)
+        problem = difference(self.layout, ask.get("layout"))
+        kept = None if problem else self._offers.pop(str(ask.get("handle")), None)
+        if kept is None or not kept.take():
+            problem = problem or "it is not there, was fetched, or was not fetched in time"
+            log.warning("a prompt was not handed over: %s", problem)
+            wire.write(link, {"refused": problem})
+            return
+        try:
+            self.sent += send(link, kept, ask, self.blocks, self._transports, self.batcher.engine.cache.device)
+        finally:
+            kept.sent()
+            self._run(lambda: self.batcher.free(kept))
+
+    def _sweep(self) -> None:
+        """Free what nobody has fetched in time."""
+        last = time.monotonic() - self.hold_s
+        late = [one for one in list(self.batcher.kept) if one.since_s < last and not one.taken]
+        if late:
+            for handle in [handle for handle, kept in list(self._offers.items()) if kept in late]:
+                self._offers.pop(handle, None)
+            log.warning("%d prompts were not fetched for %g s and are freed", len(late), self.hold_s)
+            self._run(partial(self._free, late))
+
+    # Between two steps
+
+    def _free(self, kept: Sequence[Kept]) -> None:
+        for one in kept:
+            self.batcher.free(one)
+
+    def _register(self, block: torch.Tensor) -> None:
+        for one in self._transports:
+            one.register(block)
+
+    def _locked(self, action: Callable[[], None]) -> None:
+        with self.batcher.lock:
+            action()
+
+    def _within(self, action: Callable[[], T]) -> T:
+        """Do something between two steps and return what it returns."""
+        done: Future[T] = Future()
+
+        def act() -> None:
+            try:
+                done.set_result(action())
+            except BaseException as error:  # noqa: BLE001 (raised where it is waited for)
+                done.set_exception(error)
+
+        self._run(act)
+        try:
+            return done.result(STEP_S)
+        except TooLate:
+            raise EngineError("the engine does not come to the end of a step", "Restart it; its log says more.") from None

@@ -1,0 +1,99 @@
+"""A prompt that was read here for another engine: its pages until they are sent, and a copy of what lay in its slot."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plugins.cache.cache import Cache
+from plugins.cache.pages import Pages
+from plugins.cache.pieces import Piece
+from trtkv.runtime.handoff.blocks import ALIGNMENT
+from trtkv.runtime.prefix_tree import Key
+from trtkv.runtime.sequence import Running
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """The token that follows a prompt, as `Event` has it."""
+
+    token: int
+    logprob: float | None = None
+    top: Sequence[tuple[int, float]] = ()
+
+
+@dataclass(eq=False, slots=True)
+class Kept:
+    """What one engine keeps for another: pages are its own until `Batcher.free`, gone says that nobody will get them.
+
+    pieces are the rows of pages, those of what lay in the slot behind them; taken says that they are being sent. since_s is monotonic.
+    """
+
+    prompt: Sequence[int]
+    root: Key
+    first: First
+    note: dict[str, Any]
+    pages: Pages
+    pieces: list[Piece]
+    own: list[Piece]
+    event: torch.cuda.Event | None
+    taken: bool = False
+    gone: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    since_s: float = field(default_factory=time.monotonic)
+
+    @staticmethod
+    @torch.inference_mode()
+    def of(cache: Cache, one: Running, pages: Pages, first: First) -> Kept:
+        """Note a sequence whose prompt is in and whose slot is about to be reused; what lies in the slot is copied to the host."""
+        lists = [group[0] for group in cache.page_lists([pages])]
+        pieces = cache.page_pieces(lists, cache.ledger.held(one.slot, one.seen))
+        own = _copied(cache.slot_rows(one.slot), cache.device)
+        event = torch.cuda.Event() if cache.device.type == "cuda" else None
+        if event is not None:
+            event.record()
+        return Kept(one.tokens[: one.num_prompt], one.root, first, cache.note(one.slot), pages, pieces, own, event)
+
+    def take(self) -> bool:
+        """Begin to send it; False where it is gone or being sent."""
+        with self.lock:
+            here = not (self.gone or self.taken)
+            self.taken |= here
+            return here
+
+    def sent(self) -> None:
+        """Note that it is no longer being sent."""
+        with self.lock:
+            self.taken = False
+
+    def leave(self) -> bool:
+        """Note that nobody will get it any more; False while it is being sent, which then ends."""
+        with self.lock:
+            self.gone = True
+            return not self.taken
+
+    def wait(self) -> None:
+        """Wait until all of it is there."""
+        if self.event is not None:
+            self.event.synchronize()
+
+
+def _copied(rows: Sequence[Tensor], device: torch.device) -> list[Piece]:
+    """Copy tensors to the host, side by side, behind what is queued."""
+    places, size = [], 0
+    for one in rows:
+        places.append(size)
+        size += -(-one.nbytes // ALIGNMENT) * ALIGNMENT
+    there = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    found = []
+    for one, at in zip(rows, places, strict=True):
+        part = there[at : at + one.nbytes]
+        part.view(one.dtype).view(one.shape).copy_(one, non_blocking=True)
+        found.append(Piece.whole(part))
+    return found

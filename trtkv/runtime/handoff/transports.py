@@ -1,0 +1,176 @@
+"""How blocks pass from one engine's host memory to another's: over the connection itself, or by NIXL, which reads them there."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from trtkv.errors import ConfigError, UnknownName
+from trtkv.runtime.handoff import wire
+from trtkv.runtime.handoff.wire import Broken
+
+log = logging.getLogger("trtkv.handoff")
+NAMES = ("auto", "tcp", "nixl")
+POLL_S = 0.0002  # between two looks at a read that is not done
+READ_S = 60.0  # for one block
+
+
+class Transport(Protocol):
+    """One way; both sides of a connection have it."""
+
+    name: str
+
+    def register(self, block: Tensor) -> None:
+        """Prepare a block, once."""
+
+    def hello(self) -> dict[str, Any]:
+        """Return what the receiving side must know, when the sending side's block is registered."""
+
+    def meet(self, hello: dict[str, Any]) -> str:
+        """Prepare to receive; returns the sender's name. Raises Broken where that cannot work."""
+
+    def leave(self, peer: str) -> None:
+        """Forget a sender."""
+
+    def send(self, link: socket.socket, block: Tensor, size: int) -> None:
+        """Send the first bytes of a block; it may be reused afterwards. Raises Broken."""
+
+    def receive(self, link: socket.socket, peer: str, block: Tensor, size: int) -> None:
+        """Take what `send` sends. Raises Broken."""
+
+
+class Tcp:
+    """Over the connection itself."""
+
+    name = "tcp"
+
+    def register(self, block: Tensor) -> None:
+        """Any memory will do."""
+
+    def hello(self) -> dict[str, Any]:
+        """Nothing is to be known."""
+        return {}
+
+    def meet(self, hello: dict[str, Any]) -> str:
+        """Nothing is to be prepared."""
+        return ""
+
+    def leave(self, peer: str) -> None:
+        """Nothing is to be forgotten."""
+
+    def send(self, link: socket.socket, block: Tensor, size: int) -> None:
+        """Write the bytes."""
+        wire.write_block(link, block, size)
+
+    def receive(self, link: socket.socket, peer: str, block: Tensor, size: int) -> None:
+        """Read the bytes."""
+        wire.read_block(link, block, size)
+
+
+class Nixl:
+    """The receiver reads the sender's block by NIXL, over whatever its UCX backend finds: shared memory, InfiniBand, TCP."""
+
+    name = "nixl"
+
+    def __init__(self) -> None:
+        """Start an agent; raises what its library raises."""
+        from nixl._api import nixl_agent, nixl_agent_config
+
+        self._agent: Any = nixl_agent(f"trtkv-{secrets.token_hex(8)}", nixl_agent_config(backends=["UCX"]))
+        self._lock = threading.Lock()  # an agent takes one call at a time
+
+    def register(self, block: Tensor) -> None:
+        """Register a block with the agent."""
+        with self._lock:
+            self._agent.register_memory([(block.data_ptr(), block.nbytes, 0, "")], "DRAM")
+
+    def hello(self) -> dict[str, Any]:
+        """Return the agent's metadata."""
+        with self._lock:
+            return {"metadata": base64.b64encode(self._agent.get_agent_metadata()).decode()}
+
+    def meet(self, hello: dict[str, Any]) -> str:
+        """Connect with the sender's agent."""
+        try:
+            with self._lock:
+                name = self._agent.add_remote_agent(base64.b64decode(hello["metadata"]))
+        except Exception as error:  # noqa: BLE001 (the library's own classes of errors)
+            raise Broken(f"nixl: {error}") from None
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def leave(self, peer: str) -> None:
+        """Forget the sender's agent."""
+        with self._lock:
+            self._agent.remove_remote_agent(peer)
+
+    def send(self, link: socket.socket, block: Tensor, size: int) -> None:
+        """Say where the block is, and wait until it has been read."""
+        wire.write(link, {"address": block.data_ptr(), "size": size})
+        if wire.read(link).get("got") != size:
+            raise Broken("nixl: the other engine could not read")
+
+    def receive(self, link: socket.socket, peer: str, block: Tensor, size: int) -> None:
+        """Read the sender's block into this one."""
+        told = wire.read(link)
+        if told.get("size") != size or not isinstance(told.get("address"), int):
+            raise Broken("nixl: a block of another size")
+        try:
+            self._read(peer, block.data_ptr(), told["address"], size)
+        except Broken:
+            raise
+        except Exception as error:  # noqa: BLE001 (as above)
+            raise Broken(f"nixl: {error}") from None
+        wire.write(link, {"got": size})
+
+    def _read(self, peer: str, here: int, there: int, size: int) -> None:
+        agent, until = self._agent, time.monotonic() + READ_S
+        with self._lock:
+            own, others = (agent.get_xfer_descs([(address, size, 0)], "DRAM") for address in (here, there))
+            going = agent.initialize_xfer("READ", own, others, peer)
+            state = agent.transfer(going)
+        try:
+            while state not in ("DONE", "ERR"):
+                if time.monotonic() > until:
+                    raise Broken("nixl: a read takes too long")
+                time.sleep(POLL_S)
+                with self._lock:
+                    state = agent.check_xfer_state(going)
+        finally:
+            with self._lock:
+                agent.release_xfer_handle(going)
+        if state == "ERR":
+            raise Broken("nixl: a read failed")
+
+
+def open_transports(wanted: str) -> list[Transport]:
+    """Return the ways that this engine has, the preferred one first: NIXL where it is installed and starts, then TCP.
+
+    Raises UnknownName, and ConfigError where "nixl" is wanted and cannot be had.
+    """
+    if wanted not in NAMES:
+        raise UnknownName("transport", wanted, NAMES)
+    if wanted == "tcp" or (wanted == "auto" and find_spec("nixl") is None):
+        return [Tcp()]
+    try:
+        return [Nixl(), Tcp()]
+    except Exception as error:  # noqa: BLE001 (an optional library that is broken is one that is not there)
+        problem = " ".join(str(error).split())[:200]
+        if wanted == "nixl":
+            raise ConfigError(f"nixl cannot be used here: {problem}", "Install it (pip install nixl), or leave the transport at auto.") from None
+        log.warning("nixl cannot be used here, prompts go over tcp: %s", problem)
+        return [Tcp()]
+
+
+def agreed(own: Sequence[Transport], others: object) -> Transport:
+    """Return the first way of another engine's list that this one has too."""
+    names = [one for one in others if isinstance(one, str)] if isinstance(others, list) else []
+    return next((one for name in names for one in own if one.name == name), own[-1])
