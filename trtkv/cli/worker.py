@@ -24,6 +24,8 @@ def worker(
     /,
     *dynamo: Annotated[str, Parameter(allow_leading_hyphen=True)],
     disaggregation_mode: Literal["agg", "prefill", "decode"] = "agg",
+    handoff: str | None = None,
+    handoff_transport: str = "auto",
     served_model_name: str | None = None,
     weights: str | None = None,
     device: str = "auto",
@@ -46,6 +48,8 @@ def worker(
         dynamo: Dynamo's own flags, such as --namespace NAME, --discovery-backend file|etcd|kubernetes|mem, --event-plane zmq|nats,
             --dyn-tool-call-parser NAME, --dyn-reasoning-parser NAME; each has an environment variable, such as DYN_DISCOVERY_BACKEND.
         disaggregation_mode: agg reads prompts and answers them; prefill only reads prompts, for workers with decode.
+        handoff: HOST[:PORT] of this machine where prompts are fetched from a prefill worker; its own address and a free port by default.
+        handoff_transport: What carries them: auto (NIXL where it is installed, else TCP), tcp or nixl.
         served_model_name: The model's name instead of the directory's; workers of one name must serve one engine.
         weights: Checkpoint directory, or random; by default the checkpoint that the engine was built from.
         device: auto, cpu, cuda or cuda:N.
@@ -65,6 +69,7 @@ def worker(
 
     check_installed()
     from trtkv.engine.manifest import read_manifest
+    from trtkv.integrations.dynamo.apart import Meeting
     from trtkv.integrations.dynamo.card import write_card
     from trtkv.integrations.dynamo.settings import Settings
     from trtkv.serve.queue import Queue
@@ -77,8 +82,8 @@ def worker(
     if not name.strip():
         raise ConfigError("--served-model-name is empty", "Leave it out, or name the model.")
     queue = Queue.checked(max_waiting, max_waiting_tokens, schedule)
+    meeting = Meeting.of(disaggregation_mode, handoff, handoff_transport)
     card = write_card(engine, manifest, weights)
     with progress(name) as report:
-        settings = Settings(engine, name, card, options, queue, report)
-        run_worker(settings, disaggregation_mode, dynamo)
+        run_worker(Settings(engine, name, card, options, queue, meeting, report), dynamo)
     notes.print(f"{name} was stopped", markup=False)

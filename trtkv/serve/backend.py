@@ -11,7 +11,8 @@ from typing import Any, Protocol
 from trtkv.config import Limits
 from trtkv.engine.manifest import Manifest
 from trtkv.errors import RequestError
-from trtkv.runtime.batcher import Event
+from trtkv.runtime.batcher import Call, Event
+from trtkv.runtime.handoff.fetched import Fetched
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.sampler import SamplingParams
 from trtkv.runtime.tokenizer import Tokenizer
@@ -101,11 +102,19 @@ class Backend(Protocol):
 class LocalAnswer:
     """Events that come from the engine's thread, gathered until they are taken: a slow reader costs memory for its own text only."""
 
-    def __init__(self, backend: LocalBackend, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int, tenant: str) -> None:
+    def __init__(
+        self, backend: LocalBackend, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int, tenant: str,
+        keep: bool = False, fetched: Fetched | None = None,
+    ) -> None:  # fmt: skip
         self._bell, self._left = asyncio.Event(), len(prompts)
         self._events: list[Event] = []
         self._service = backend.service
-        self._ticket: Ticket = self._service.submit(prompts, params, self, priority, tenant)
+        self._ticket: Ticket = self._service.submit(prompts, params, self, priority, tenant, keep, fetched)
+
+    @property
+    def call(self) -> Call | None:
+        """The batcher's call, once its engine has taken it."""
+        return self._ticket.call
 
     @property
     def cached_tokens(self) -> int:
@@ -153,12 +162,23 @@ class LocalBackend:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and with it its listeners
             self._loop.call_soon_threadsafe(_hand_out, batch)
 
-    async def ask(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int = 0, tenant: str = "") -> LocalAnswer:
-        """Queue a request; raises RequestError, Busy or Unavailable. Grammars are compiled beside the event loop."""
-        if (grammars := self.service.batcher.grammars) is not None:
-            for grammar in {one.grammar for one in params if one.grammar is not None}:
-                await asyncio.to_thread(grammars.compile, grammar)
-        return LocalAnswer(self, prompts, params, priority, tenant)
+    async def ask(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], priority: int = 0, tenant: str = "",
+        *, keep: bool = False, fetched: Fetched | None = None,
+    ) -> LocalAnswer:  # fmt: skip
+        """Queue a request; raises RequestError, Busy or Unavailable. Grammars are compiled beside the event loop.
+
+        keep and fetched are as in `Batcher.submit`.
+        """
+        try:
+            if (grammars := self.service.batcher.grammars) is not None:
+                for grammar in {one.grammar for one in params if one.grammar is not None}:
+                    await asyncio.to_thread(grammars.compile, grammar)
+            return LocalAnswer(self, prompts, params, priority, tenant, keep, fetched)
+        except BaseException:
+            if fetched is not None:
+                fetched.close()
+            raise
 
     async def status(self) -> dict[str, Any]:
         """Return the engine's gauges."""

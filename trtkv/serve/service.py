@@ -183,6 +183,8 @@ class Service:
                     self._warn()
                 elif self.batcher.busy:
                     self._wait()
+                else:
+                    self.gauges.refresh()
             except Exception as error:  # noqa: BLE001 (whatever a step raises, its clients must be answered and the thread continue)
                 self._fail(error)
             self._deliver(began)

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from trtkv.integrations.dynamo.settings import Settings
 
 INSTALL = "pip install 'trtkv[dynamo]' && pip install --no-deps ai-dynamo==1.6.1"
-MODES = ("agg", "prefill", "decode")
 
 
 def check_installed() -> None:
@@ -28,17 +27,17 @@ def check_installed() -> None:
     raise ConfigError("a Dynamo worker needs the package ai-dynamo", f"Install it: {INSTALL}.")
 
 
-def run_worker(settings: Settings, mode: str, flags: Sequence[str]) -> None:
+def run_worker(settings: Settings, flags: Sequence[str]) -> None:
     """Serve an engine until SIGTERM; flags are Dynamo's. Raises ConfigError for those that it does not know."""
     import uvloop
     from dynamo.common.backend.worker import Worker as Driver
 
     from trtkv.integrations.dynamo.engine import Worker
 
-    uvloop.run(Driver(Worker(settings), worker_config(settings, mode, flags)).run())
+    uvloop.run(Driver(Worker(settings), worker_config(settings, flags)).run())
 
 
-def worker_config(settings: Settings, mode: str, flags: Sequence[str]) -> Any:
+def worker_config(settings: Settings, flags: Sequence[str]) -> Any:
     """Read Dynamo's flags and environment variables (DYN_NAMESPACE, DYN_DISCOVERY_BACKEND, DYN_TOOL_CALL_PARSER and others)."""
     from dynamo.common.backend.worker import WorkerConfig
     from dynamo.common.configuration.groups.runtime_args import DynamoRuntimeArgGroup, DynamoRuntimeConfig
@@ -56,6 +55,7 @@ def worker_config(settings: Settings, mode: str, flags: Sequence[str]) -> Any:
         lines = said.getvalue().strip().splitlines()
         reason = lines[-1].partition("error: ")[2] if lines else str(error)
         raise ConfigError(f"Dynamo does not take these flags: {reason}", "See trtkv serve --dynamo --help.") from None
+    mode = settings.meeting.mode
     place = {"component": "prefill" if mode == "prefill" else "backend"}
     if own.endpoint is not None:
         place = dict(zip(("namespace", "component", "endpoint"), parse_endpoint(own.endpoint), strict=True))

@@ -17,6 +17,7 @@ from dynamo.llm.exceptions import EngineShutdown, HttpError, InvalidArgument
 
 from trtkv.errors import ConfigError, RequestError, TrtkvError
 from trtkv.integrations.dynamo import requests
+from trtkv.integrations.dynamo.apart import Apart
 from trtkv.integrations.dynamo.events import PageEvents, shared_pages
 from trtkv.integrations.dynamo.settings import Settings
 from trtkv.integrations.dynamo.traces import Trace
@@ -39,6 +40,7 @@ class Worker(LLMEngine):
         self._settings = settings
         self._llm: LLM | None = None
         self._backend: LocalBackend | None = None
+        self._apart: Apart | None = None
         self._events: PageEvents | None = None
         self._load: asyncio.Task[None] | None = None
         self._loads: Any = None
@@ -55,6 +57,7 @@ class Worker(LLMEngine):
         self._llm = llm = await asyncio.to_thread(lambda: LLM(own.directory, **own.options, warm=True, progress=own.progress))
         manifest, limits = llm.engine.manifest, llm.engine.manifest.limits
         self._backend = LocalBackend(llm, Facts.of(own.name, manifest, int(time.time())), self._metrics, own.queue)
+        self._apart = Apart(own.meeting, llm, self._backend)
         self._load = asyncio.create_task(self._report_load())
         return EngineConfig(
             model=str(own.card),
@@ -70,11 +73,16 @@ class Worker(LLMEngine):
 
     async def generate(self, request: Mapping[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
         """Yield the chunks of a request's answers as they come, until it is stopped."""
-        assert self._backend is not None, "no request comes before start"
+        assert self._backend is not None and self._apart is not None, "no request comes before start"
         with _refused():
             tokens = requests.one_prompt(request)
             asked = requests.sampling_of(request, self._backend.facts.limits.max_seq_len, self._defaults())
-            answer = await self._backend.ask([tokens] * len(asked), asked, requests.priority_of(request))
+            keep, fetched = self._apart.keeps(len(asked)), None
+            if keep:  # the frontend asks for one token, after which nothing would be kept
+                asked = [one.model_copy(update={"max_tokens": max(2, one.max_tokens)}) for one in asked]
+            elif len(asked) == 1:
+                fetched = await self._apart.fetch(request, tokens)
+            answer = await self._backend.ask([tokens] * len(asked), asked, requests.priority_of(request), keep=keep, fetched=fetched)
         trace = Trace(context, self._settings.name, len(tokens))
         stopped = asyncio.ensure_future(context.async_killed_or_stopped())
         counts = [0] * len(asked)
@@ -89,6 +97,8 @@ class Worker(LLMEngine):
                     counts[event.request] += len(chunk["token_ids"])
                     if event.finish_reason is not None:
                         chunk["completion_usage"] = requests.usage(len(tokens), counts[event.request], answer.cached_tokens)
+                        if keep:
+                            chunk["disaggregated_params"] = self._apart.offer(answer)
                     yield chunk
             if stopped.done():
                 yield {"token_ids": [], "index": 0, "finish_reason": "cancelled", "completion_usage": requests.usage(len(tokens), sum(counts), 0)}
@@ -97,12 +107,18 @@ class Worker(LLMEngine):
             stopped.cancel()
             trace.end(sum(counts))
 
+    async def is_quiescent(self) -> bool:
+        """Say whether every prompt that was read for others has been fetched."""
+        return self._apart is None or self._apart.quiescent
+
     async def cleanup(self) -> None:
         """End what is left and close the engine."""
         if self._events is not None:
             self._events.close()
         if self._load is not None:
             self._load.cancel()
+        if self._apart is not None:
+            self._apart.close()
         backend, self._backend = self._backend, None
         if backend is not None:
             await backend.close(_drain_s())

@@ -1,0 +1,85 @@
+"""Prompts that one worker reads and another answers, behind Dynamo's frontend: the answers of one worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.fleet import Fleet
+from tests.tiny import TinyModel
+from trtkv.api import build
+from trtkv.runtime.llm import LLM
+from trtkv.runtime.sampler import SamplingParams
+
+pytest.importorskip("dynamo.frontend", reason="needs ai-dynamo")
+pytestmark = pytest.mark.dynamo
+LIMITS = {"max_seq_len": 512, "max_batch_size": 4, "max_chunk_tokens": 64}
+
+
+def prompt(number: int, length: int = 150) -> list[int]:
+    return [(number * 31 + 5 * index * index + index) % 250 for index in range(length)]
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_llama: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(str(tiny_llama.path), "kivi", out=tmp_path_factory.mktemp("apart") / "tiny", backend="none", **LIMITS)
+
+
+@pytest.fixture(scope="module")
+def fleet(engine: Path) -> Iterator[Fleet]:
+    worker = ["-m", "trtkv.integrations.dynamo", engine, "--cache-gib", "0.01", "--disaggregation-mode"]
+    with Fleet(["--router-mode", "kv"], [[*worker, "prefill"], [*worker, "decode"]], env={"OMP_NUM_THREADS": "1"}) as fleet:
+        yield fleet
+
+
+def complete(fleet: Fleet, tokens: list[int], **body: Any) -> Any:
+    body = {"model": "tiny", "prompt": tokens, "max_tokens": 12, "temperature": 0.0, "nvext": {"extra_fields": ["completion_token_ids"]}, **body}
+    answer = httpx.post(f"{fleet.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def counted(fleet: Fleet, worker: int, name: str) -> float:
+    return fleet.workers[worker].metrics().get(f"trtkv:{name}", 0.0)
+
+
+def test_answers_are_those_of_one_worker(engine: Path, fleet: Fleet) -> None:
+    llm = LLM(engine)
+    expected = [one.token_ids for one in llm.generate([prompt(number) for number in range(6)], SamplingParams(max_tokens=12))]
+    read, answered = counted(fleet, 0, "generation_tokens_total"), counted(fleet, 1, "generation_tokens_total")
+    with ThreadPoolExecutor(3) as clients:
+        found = list(clients.map(lambda number: complete(fleet, prompt(number)), range(6)))
+    assert [one["nvext"]["completion_token_ids"] for one in found] == expected
+    assert counted(fleet, 0, "generation_tokens_total") - read == 6, "one token a prompt"
+    assert counted(fleet, 1, "generation_tokens_total") - answered == 72
+    seeded = SamplingParams(max_tokens=12, temperature=1.0, seed=3)
+    drawn = complete(fleet, prompt(1), temperature=1.0, seed=3)["nvext"]["completion_token_ids"]
+    assert drawn == llm.generate([prompt(1)], seeded)[0].token_ids
+
+
+def test_the_shortest_answers_and_several_at_once(fleet: Fleet) -> None:
+    assert len(complete(fleet, prompt(7), max_tokens=1)["nvext"]["completion_token_ids"]) == 1
+    assert len(complete(fleet, prompt(7), n=2, temperature=1.0, nvext={})["choices"]) == 2
+    assert len(complete(fleet, prompt(7, 3))["nvext"]["completion_token_ids"]) == 12
+
+
+def test_nothing_stays_behind(fleet: Fleet) -> None:
+    with ThreadPoolExecutor(4) as clients:
+        list(clients.map(lambda number: complete(fleet, prompt(number), max_tokens=40), range(20, 32)))
+    for worker in (0, 1):
+        fleet.until(lambda worker=worker: counted(fleet, worker, "kv_cache_usage_perc") == 0.0, "all pages are free")
+
+
+def test_without_a_prefill_worker_clients_are_told_to_retry(fleet: Fleet) -> None:
+    fleet.workers[0].kill()
+    fleet.until(lambda: len(fleet.instances()) == 1, "the prefill worker is gone")
+    answer = httpx.post(f"{fleet.url}/v1/completions", json={"model": "tiny", "prompt": prompt(50), "max_tokens": 2}, timeout=60)
+    assert answer.status_code == 503 and "retry" in answer.json()["message"]
+    fleet.workers[0].start()
+    fleet.wait()
+    assert len(complete(fleet, prompt(50))["nvext"]["completion_token_ids"]) == 12

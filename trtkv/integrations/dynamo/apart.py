@@ -1,0 +1,100 @@
+"""Prefill and decode apart: a prefill worker offers a prompt that it has read, a decode worker fetches it and answers.
+
+A decode worker can read prompts too, and does so where no offer came with a request or the offered prompt cannot be had: the answer is the same, and
+comes later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trtkv.errors import ConfigError, EngineError, RequestError
+from trtkv.runtime.handoff.fetched import Fetched
+from trtkv.runtime.handoff.handoffs import Handoffs
+from trtkv.runtime.llm import LLM
+from trtkv.serve.backend import LocalAnswer, LocalBackend
+
+log = logging.getLogger("trtkv.handoff")
+KEY = "trtkv"  # of the offer among what the frontend passes on
+Mode = Literal["agg", "prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What a worker's part is, and where prompts are handed over: a host and port (0: any), and the transport."""
+
+    mode: Mode
+    host: str
+    port: int
+    transport: str
+
+    @staticmethod
+    def of(mode: Mode, where: str | None, transport: str) -> Meeting:
+        """Read HOST or HOST:PORT; by default this machine's own address, as Dynamo's DYN_TCP_RPC_HOST has it. Raises ConfigError."""
+        host, colon, port = (where or os.environ.get("DYN_TCP_RPC_HOST") or _own_address()).rpartition(":")
+        host, port = (host, port) if colon else (port, "0")
+        if not host or not port.isdecimal() or int(port) >= 2**16:
+            raise ConfigError(f"handoff '{where}' is no address", "Write HOST or HOST:PORT, such as 10.0.0.5:7000.")
+        return Meeting(mode, host, int(port), transport)
+
+
+def _own_address() -> str:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
+
+
+class Apart:
+    """One worker's part."""
+
+    def __init__(self, meeting: Meeting, llm: LLM, backend: LocalBackend) -> None:
+        """Listen where prompts are read or answered apart; raises ConfigError where an engine's prompts cannot be handed over."""
+        self._mode, self._batcher, service = meeting.mode, llm.batcher, backend.service
+        self._handoffs: Handoffs | None = None
+        if meeting.mode != "agg":
+            self._handoffs = Handoffs(
+                llm.batcher, service.between, host=meeting.host, port=meeting.port, advertise=meeting.host, transport=meeting.transport
+            )
+
+    @property
+    def quiescent(self) -> bool:
+        """Whether nothing waits to be fetched."""
+        return not self._batcher.kept
+
+    def keeps(self, answers: int) -> bool:
+        """Say whether a request only has its prompt read here; one of several answers is read where they are given."""
+        return self._mode == "prefill" and answers == 1
+
+    def offer(self, answer: LocalAnswer) -> dict[str, Any]:
+        """Return what the frontend passes on to a decode worker with the request."""
+        assert self._handoffs is not None and answer.call is not None
+        return {KEY: self._handoffs.offer(answer.call)}
+
+    async def fetch(self, request: Mapping[str, Any], tokens: Sequence[int]) -> Fetched | None:
+        """Fetch a request's prompt from the worker that has read it; None where it is to be read here."""
+        result = request.get("prefill_result") or {}
+        offer = (result.get("disaggregated_params") or {}).get(KEY)
+        if self._handoffs is None or offer is None:
+            return None
+        stop = threading.Event()
+        try:
+            return await asyncio.to_thread(self._handoffs.fetch, offer, tokens, stop=stop)
+        except asyncio.CancelledError:
+            stop.set()
+            raise
+        except (EngineError, RequestError) as error:
+            log.warning("%s; the prompt is read here", error.problem)
+            return None
+
+    def close(self) -> None:
+        """Hand nothing over any more."""
+        if self._handoffs is not None:
+            self._handoffs.close()
