@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
@@ -27,7 +28,8 @@ from trtkv.serve.errors import Unavailable, status_of
 from trtkv.serve.metrics import Prometheus
 
 LOAD_S = 0.1  # between two reports of the load
-STOP_S = 3.0  # for requests that Dynamo's own drain has left
+LIMIT, LIMIT_S = "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", 30.0  # from SIGTERM's grace period on: then Dynamo ends the process
+MARGIN_S = 5.0  # of it, to refuse what is left, which the frontend may send elsewhere, and to close
 
 
 class Worker(LLMEngine):
@@ -119,7 +121,7 @@ class Worker(LLMEngine):
             self._apart.close()
         backend, self._backend = self._backend, None
         if backend is not None:
-            await backend.close(STOP_S)
+            await backend.close(_drain_s())
 
     async def kv_event_sources(self) -> list[PushSource]:
         """Announce shared pages, where the engine's cache shares any."""
@@ -167,6 +169,15 @@ class Worker(LLMEngine):
             total, used = pages.num_pages, pages.num_pages - pages.free
             hits = scheduler.prefix_hits / scheduler.prefix_queries if scheduler.prefix_queries else None
             self._loads.publish(0, ComponentSnapshot(used, total, used / total, 0, hits))
+
+
+def _drain_s() -> float:
+    """Return how long requests in flight may go on once the worker is told to end."""
+    try:
+        limit = float(os.environ.get(LIMIT, LIMIT_S))
+    except ValueError:
+        limit = LIMIT_S  # as Dynamo reads it
+    return max(0.0, limit - MARGIN_S)
 
 
 async def _next(answer: LocalAnswer, stopped: asyncio.Future[Any]) -> list[Event]:

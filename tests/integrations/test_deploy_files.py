@@ -1,0 +1,109 @@
+"""The files in deploy/: what they start is understood by the programs that they start, and they agree with each other and with the package."""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trtkv.cli import app, worker
+from trtkv.integrations.dynamo.command import INSTALL, worker_config
+from trtkv.integrations.dynamo.settings import Settings
+from trtkv.serve.queue import Queue
+
+ROOT = Path(__file__).parents[2]
+GRAPHS = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))
+COMPOSE = ROOT / "deploy" / "compose.yaml"
+SEEN_BY_ALL = ("DYN_", "OTEL_")
+FRONTEND, WORKER = ["python", "-m", "dynamo.frontend"], ["trtkv", "serve", "--dynamo"]
+
+
+def read(path: Path) -> Any:
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+def components(graph: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
+    """Yield every component of a graph, its pod and its main container."""
+    for component in read(graph)["spec"]["components"]:
+        pod = component["podTemplate"]["spec"]
+        (main,) = (one for one in pod["containers"] if one["name"] == "main")  # the name by which the operator finds it
+        yield component, pod, main
+
+
+def commands() -> list[list[str]]:
+    found = [[*main["command"], *main["args"]] for graph in GRAPHS for _, _, main in components(graph)]
+    found += [one["command"] for one in read(COMPOSE)["services"].values() if "build" in one]
+    return [[re.sub(r"\$\{\w+:-(.*)\}", r"\1", word) for word in words] for words in found]
+
+
+def variables() -> set[str]:
+    graphs = [read(graph)["spec"].get("env", []) for graph in GRAPHS] + [main.get("env", []) for graph in GRAPHS for _, _, main in components(graph)]
+    services = read(COMPOSE)["services"].values()
+    return {one["name"] for group in graphs for one in group} | {name for one in services for name in one.get("environment", {})}
+
+
+@pytest.mark.dynamo
+@pytest.mark.parametrize("words", commands(), ids=" ".join)
+def test_every_command_is_understood(words: list[str], tmp_path: Path) -> None:
+    if words[:3] == FRONTEND:
+        arguments = pytest.importorskip("dynamo.frontend.frontend_args", reason="needs ai-dynamo")
+        parser = argparse.ArgumentParser(exit_on_error=False)
+        arguments.FrontendArgGroup().add_arguments(parser)
+        arguments.FrontendConfig.from_cli_args(parser.parse_args(words[3:])).validate()
+        return
+    assert words[:3] == WORKER
+    _, bound, ignored = app.parse_args([worker.NAME, *words[3:]], exit_on_error=False, print_error=False)[:3]
+    assert not ignored
+    pytest.importorskip("dynamo.common.configuration", reason="needs ai-dynamo")
+    settings = Settings(tmp_path, "mine", tmp_path, {}, Queue())
+    config = worker_config(settings, bound.arguments.get("disaggregation_mode", "agg"), bound.args[1:])
+    assert config.served_model_name == "mine"
+
+
+@pytest.mark.dynamo
+def test_every_variable_is_known_to_dynamo() -> None:
+    dynamo = pytest.importorskip("dynamo._core", reason="needs ai-dynamo")
+    with Path(dynamo.__file__).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as binary:
+        assert not [name for name in variables() if name.startswith(SEEN_BY_ALL) and binary.find(name.encode()) < 0]
+
+
+@pytest.mark.parametrize("graph", GRAPHS, ids=lambda graph: graph.stem)
+def test_graphs(graph: Path) -> None:
+    assert (read(graph)["apiVersion"], read(graph)["kind"]) == ("nvidia.com/v1beta1", "DynamoGraphDeployment")
+    found = {component["type"]: (pod, main) for component, pod, main in components(graph)}
+    assert set(found) in ({"frontend", "worker"}, {"frontend", "prefill", "decode"})
+    for kind in found.keys() - {"frontend"}:
+        pod, main = found[kind]
+        env = {one["name"]: one["value"] for one in main["env"]}
+        assert pod["terminationGracePeriodSeconds"] > int(env["DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT"])
+        assert main["resources"]["limits"]["nvidia.com/gpu"] == "1" and {"startupProbe", "readinessProbe", "livenessProbe"} <= main.keys()
+        assert {one["name"] for one in main["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
+        assert (("--disaggregation-mode" in main["args"]) and main["args"][main["args"].index("--disaggregation-mode") + 1]) == (kind != "worker" and kind)
+
+
+def test_compose() -> None:
+    compose = read(COMPOSE)
+    services = compose["services"]
+    files = [volume.partition(":")[0] for one in services.values() for volume in one.get("volumes", ()) if isinstance(volume, str)]
+    assert all((COMPOSE.parent / one).is_file() if one.startswith(".") else one in compose["volumes"] for one in files)
+    scraped = {target for job in read(COMPOSE.parent / "prometheus.yaml")["scrape_configs"] for one in job["static_configs"] for target in one["targets"]}
+    workers = {name: one for name, one in services.items() if one.get("command", [])[:3] == WORKER}
+    assert scraped == {"frontend:8000", *(f"{name}:{one['environment']['DYN_SYSTEM_PORT']}" for name, one in workers.items())}
+    gpus = [one["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for one in workers.values()]
+    assert len(workers) == len({tuple(one) for one in gpus})  # one GPU each
+    pipelines = read(COMPOSE.parent / "collector.yaml")
+    assert all(set(one["exporters"]) <= pipelines["exporters"].keys() for one in pipelines["service"]["pipelines"].values())
+
+
+def test_all_name_one_version_of_dynamo() -> None:
+    release = re.compile(r"ai-dynamo(?:-runtime)?==([\d.]+\d)")
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in ("Makefile", "pyproject.toml", "deploy/Containerfile", "docs/fleet.md")]
+    named = [set(release.findall(text)) for text in [*texts, INSTALL]]
+    graphs = {component["runtimeVersionOverride"] for graph in GRAPHS for component, _, _ in components(graph)}
+    assert all(named) and set().union(*named) == graphs and len(graphs) == 1
