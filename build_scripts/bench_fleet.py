@@ -53,7 +53,7 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory() as folder:
             limits = {"max_seq_len": own.length, "max_batch_size": max(8, own.clients), "max_chunk_tokens": 512}
-            engine = build(own.model, own.policy, out=Path(folder) / "engine", backend="none", sms=("none",), dtype="float32", **limits)
+            engine = own.engine or build(own.model, own.policy, out=Path(folder) / "engine", backend="none", sms=("none",), dtype="float32", **limits)
             talks, rows = draw(shape), []
             append_records(own.results, [measure_steps(engine, own)])
             for setting in (KV, *(name for name in ROUTERS if name != KV), KV):
@@ -73,6 +73,7 @@ def read_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=sys.executable, help="interpreter of the workers and the frontend")
+    parser.add_argument("--engine", type=Path, help="engine directory whose workers run on a GPU each with random weights; by default one is built")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--policy", default="full")
     parser.add_argument("--workers", type=int, default=4)
@@ -95,9 +96,10 @@ def fleet_of(setting: str, engine: Path, own: argparse.Namespace) -> Any:
     from tests.fleet import Fleet
 
     workers = 1 if setting == ONE else own.workers
-    words = ["-m", "trtkv.integrations.dynamo", engine, "--device", "cpu", "--cache-gib", own.cache_gib]
+    words = ["-m", "trtkv.integrations.dynamo", engine, "--cache-gib", own.cache_gib]
+    where = [["--device", f"cuda:{index}", "--weights", "random"] if own.engine else ["--device", "cpu"] for index in range(workers)]
     threads = max(1, (os.cpu_count() or 1) // workers)
-    return Fleet(ROUTERS[setting], [words] * workers, python=own.python, env={"OMP_NUM_THREADS": str(threads)}, patience_s=240.0)
+    return Fleet(ROUTERS[setting], [[*words, *one] for one in where], python=own.python, env={"OMP_NUM_THREADS": str(threads)}, patience_s=240.0)
 
 
 def measure_steps(engine: Path, own: argparse.Namespace) -> dict[str, Any]:
@@ -116,9 +118,9 @@ def measure_steps(engine: Path, own: argparse.Namespace) -> dict[str, Any]:
             failed += sum(bool(one.error) for one in rows)
             context = statistics.mean(one.prompt for one in rows) + 12
             steps.append([batch, context, round(statistics.mean((one.whole_s - one.first_s) / (one.answered - 1) for one in rows) * 1e3, 1)])
-    facts = {"workers": own.workers, "model": own.model, "policy": own.policy, "dtype": "float32", "cores": os.cpu_count()}
+    facts = {"workers": own.workers, "model": own.model, "policy": own.policy, "dtype": read_manifest(engine).model.dtype, "cores": os.cpu_count()}
     check = {"passed": not failed, "compared": "every prompt was answered"}
-    return make_record("fleet-steps", command(own), torch.device("cpu"), check, facts, {"prompt_ms": prompts, "decode_ms": steps})
+    return make_record("fleet-steps", command(own), device(own), check, facts, {"prompt_ms": prompts, "decode_ms": steps})
 
 
 def measure(setting: str, engine: Path, talks: Sequence[Talk], shape: Shape, own: argparse.Namespace) -> tuple[dict[str, float], Outcome]:
@@ -157,15 +159,20 @@ def report(setting: str, figures: dict[str, float], outcome: Outcome, talks: Seq
     tokenizer, cache = Tokenizer(engine), read_manifest(engine).cache
     systems = [len(tokenizer.encode(talk.system, add_special=False)) for talk in talks]
     facts = {
-        "setting": setting, "workers": 1 if setting == ONE else own.workers, "dtype": "float32", "cores": os.cpu_count(), **asked,
+        "setting": setting, "workers": 1 if setting == ONE else own.workers, "dtype": read_manifest(engine).model.dtype, "cores": os.cpu_count(), **asked,
         "page": cache.page_size, "cache_tokens": int(own.cache_gib * 2**30 / (ByteCount(cache).reserved(cache.page_size) / cache.page_size)),
         "groups_of": [talk.group for talk in talks], "system_tokens": systems, "prompt_tokens": prompts,
         "starts_s": [outcome.starts_s[talk] for talk in range(len(talks))],
     }  # fmt: skip
     wrong = [one.error for one in outcome.turns if one.error]
     check = {"passed": not wrong, "compared": "every answer has all its tokens"}
-    append_records(own.results, [make_record("fleet", command(own), torch.device("cpu"), check, facts, figures)])
+    append_records(own.results, [make_record("fleet", command(own), device(own), check, facts, figures)])
     print(f"{setting}: {figures}" + (f"; {len(wrong)} failed: {wrong[0]}" if wrong else ""), flush=True)
+
+
+def device(own: argparse.Namespace) -> torch.device:
+    """Return what a worker runs on."""
+    return torch.device("cuda:0" if own.engine else "cpu")
 
 
 def command(own: argparse.Namespace) -> str:
