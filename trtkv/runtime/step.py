@@ -25,7 +25,8 @@ from trtkv.runtime.inputs import adapted, adapter_inputs, page_table, small_inpu
 from trtkv.runtime.rows import Executor, StepRow
 from trtkv.runtime.streams import current
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def _on_device(method: Callable[Concatenate[Stepper, P], T]) -> Callable[Concatenate[Stepper, P], T]:
