@@ -33,7 +33,7 @@ def _on_device(method: Callable[Concatenate[Stepper, P], T]) -> Callable[Concate
     """Run a method without gradients, on the cache's device whatever the thread."""
 
     @wraps(method)
-    def run(self: Stepper, *args: P.args, **named: P.kwargs) -> T:
+    def run(self: Stepper, /, *args: P.args, **named: P.kwargs) -> T:
         with torch.inference_mode(), current(self.cache.device):
             return method(self, *args, **named)
 
