@@ -297,17 +297,17 @@ class Between(threading.Thread):
             return
 
 
-@pytest.mark.parametrize("most", [0, 3, 700, 20_000, 100_000])
-def test_a_connection_that_breaks_leaves_nothing(ends: Ends, most: int) -> None:
+@pytest.mark.parametrize("most", [0, 3, 700, 20_000])
+def test_a_connection_that_breaks_leaves_nothing(pair: Ends, most: int) -> None:
     tokens = prompt(150, 6)
-    offer = ends.read(tokens, greedy(9))
+    offer = pair.read(tokens, greedy(9))
     between = Between(offer["port"], most)
-    if ends.offers.sent == 0 and most < 50_000:
-        with pytest.raises(Broken) as error:
-            ends.others.fetch({**offer, "port": between.server.getsockname()[1]}, tokens)
-        assert "\n" not in str(error.value)
-    assert soon(lambda: ends.empty() or most >= 50_000)
-    ends.offers.withdraw(offer)
+    with pytest.raises(Broken) as error:
+        pair.others.fetch({**offer, "port": between.server.getsockname()[1]}, tokens)
+    assert "\n" not in str(error.value)
+    if most == 0:  # perhaps nothing has reached the other side, where the prompt then waits for a second try
+        pair.offers.withdraw(offer)
+    assert soon(pair.empty)
 
 
 def test_what_is_no_engine_of_ours_is_survived(pair: Ends) -> None:

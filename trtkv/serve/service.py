@@ -81,7 +81,7 @@ class Service:
         self.gauges = Gauges(batcher, metrics)
         self._bell, self._inbox = threading.Condition(), deque[Callable[[], None]]()
         self._open = self._failed = self._arriving = 0  # the last: prompt tokens in the inbox
-        self._stopping = self._warned = False
+        self._stopping = self._warned = self._ended = False
         self._touched: list[Ticket] = []
         self._going: dict[Ticket, None] = {}
         self._thread = threading.Thread(target=self._run, name="trtkv-engine", daemon=True)
@@ -99,14 +99,24 @@ class Service:
 
         Raises RequestError for what can never be served, Busy when too many wait, Unavailable when the engine is broken or stops.
         """
+        ticket = Ticket(prompts, params, priority, tenant, sink, open=len(prompts), keep=keep, fetched=fetched)
+        try:
+            self._queue(ticket)
+        except BaseException:
+            if fetched is not None:
+                fetched.close()
+            raise
+        return ticket
+
+    def _queue(self, ticket: Ticket) -> None:
+        prompts = ticket.prompts
         vocab = self.batcher.engine.manifest.model.vocab_size
-        for tokens, one in zip(prompts, params, strict=True):
+        for tokens, one in zip(prompts, ticket.params, strict=True):
             self.batcher.check(tokens, one)
             if min(tokens) < 0 or max(tokens) >= vocab:
                 raise RequestError(f"a token id is outside the vocabulary of {vocab}", "Use the model's tokenizer.")
         if len(prompts) > self.most:
             raise RequestError(f"the request needs {len(prompts)} answers, the server takes {self.most} at once", "Split it.")
-        ticket = Ticket(prompts, params, priority, tenant, sink, open=len(prompts), keep=keep, fetched=fetched)
         with self._bell:
             if self._stopping or self.broken:
                 raise Unavailable(f"the engine {'is broken: ' + self.broken if self.broken else 'is being stopped'}", "Try another server or later.")
@@ -115,7 +125,6 @@ class Service:
             self._arriving += ticket.prompt_tokens
             self._inbox.append(partial(self._admit, ticket))
             self._bell.notify()
-        return ticket
 
     def _check_room(self, ticket: Ticket) -> None:
         if self._open + len(ticket.prompts) > self.most:
@@ -160,10 +169,13 @@ class Service:
         return not self._thread.is_alive()
 
     def between(self, action: Callable[[], None]) -> None:
-        """Do something between two steps, in the engine's thread; safe from any thread, and it does not wait."""
+        """Do something between two steps, in the engine's thread, which is not waited for; at once where that has ended. Safe from any thread."""
         with self._bell:
-            self._inbox.append(action)
-            self._bell.notify()
+            if not self._ended:
+                self._inbox.append(action)
+                self._bell.notify()
+                return
+        action()
 
     def _run(self) -> None:
         while True:
@@ -172,6 +184,7 @@ class Service:
                     self._bell.wait()
                 inbox, self._inbox = self._inbox, deque()
                 if self._stopping and not inbox and not self.batcher.busy:
+                    self._ended = True
                     return
             for action in inbox:
                 action()

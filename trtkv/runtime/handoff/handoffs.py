@@ -6,6 +6,7 @@ and submits the prompt with it. Whoever knows a handle gets its prompt once; not
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import socket
@@ -127,7 +128,10 @@ class Handoffs:
     def close(self) -> None:
         """Stop listening, and free what waits to be fetched."""
         self._closed.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # which wakes the thread that accepts
         self._socket.close()
+        self._thread.join(SILENT_S)
         for handle in list(self._offers):
             self.withdraw({"handle": handle})
 

@@ -1,0 +1,82 @@
+"""Sequences that continue in another cache whose codes kernels make: the same bits as where they began, pages and slots being others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from plugins.cache.encodings.grouped.cache import GroupedCache
+from plugins.cache.pieces import Piece
+from tests.plugins.test_encoded import Torch
+from tests.tiny import Rig, TinyModel, make_rig, make_tiny
+from trtkv.runtime.handoff.blocks import copy, cut, sizes_of
+from trtkv.runtime.handoff.fetched import Stored
+from trtkv.runtime.handoff.kept import First, Kept
+from trtkv.runtime.rows import StepRow
+from trtkv.runtime.sequence import Running
+
+SMALL = ("quantize.group=16", "quantize.residual=16")
+POLICIES = {
+    "kivi": SMALL,
+    "fp8": (),
+    "minikv": ("evict.budget=48",),
+    "lagkv+kivi": (*SMALL, "evict.lag=16", "evict.sink=4"),
+    "knorm+kivi": (*SMALL, "evict.lag=16", "evict.sink=0", "evict.skip_layers=[0]"),
+    "lagkv+fp8": ("evict.lag=16", "evict.sink=4"),
+}
+PROMPT, ANSWER, BLOCK = 50, 24, 1 << 14
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    return make_tiny("llama", tmp_path_factory.mktemp("wide") / "model", head_dim=64, num_hidden_layers=2)
+
+
+def step(rig: Rig, texts: Tensor, slot: int, seen: int, new: int) -> Tensor:
+    return rig.stepper.run([StepRow(texts[seen : seen + new].tolist(), seen, slot, rig.pages(slot), (new - 1,), PROMPT)])
+
+
+def move(here: Rig, slot: int, there: Rig, other: int, seen: int) -> None:
+    """Hand a sequence over as engines do, through blocks."""
+    one = Running(0, [0] * seen, PROMPT, ANSWER, seen=seen, slot=slot)
+    kept = Kept.of(here.cache, one, here.pages(slot), First(0))
+    pieces = [*kept.pieces, *kept.own]
+    sizes = sizes_of(pieces)
+    blocks = []
+    for spans in cut(sizes, BLOCK):
+        blocks.append(torch.empty(BLOCK, dtype=torch.uint8))
+        for span in spans:
+            copy(pieces[span.piece], span.first, span.count, blocks[-1], span.at, out=True)
+    assert len(blocks) > 2, "several blocks are filled"
+    here.cache.release(slot)
+    for buffer in here.cache.page_buffers():
+        buffer.view(torch.uint8).fill_(255)
+    there.cache.adopt(other, json.loads(json.dumps(kept.note)))
+    held = there.cache.ledger.held(other, seen)
+    paged = there.cache.page_pieces([group[0] for group in there.cache.page_lists([there.pages(other)])], held)
+    Stored(0, sizes, blocks).fill(paged, [Piece.whole(x) for x in there.cache.slot_rows(other)], 0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_sequence_continues_in_another_cache(policy: str, wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Torch(monkeypatch)
+    texts = torch.randint(1, 250, (PROMPT + ANSWER,), generator=torch.Generator().manual_seed(0))
+    stay, here, there = (make_rig(wide, policy, tmp_path, sets=POLICIES[policy], slots=3) for _ in range(3))
+    assert isinstance(here.cache, GroupedCache)
+    for rig in (stay, here):
+        step(rig, texts, 0, 0, 31)
+        step(rig, texts, 0, 31, PROMPT - 31)
+    step(there, texts.flip(0), 2, 0, PROMPT)  # another sequence was in the slot
+    there.cache.release(2)
+    for at in range(PROMPT, PROMPT + ANSWER):
+        if at in (PROMPT, PROMPT + 12):  # right after the prompt, and back in the middle of the answer
+            move(*((here, 0, there, 2) if at == PROMPT else (there, 2, here, 1)), at)
+        rig, slot = (there, 2) if at < PROMPT + 12 else (here, 1)
+        assert torch.equal(step(rig, texts, slot, at, 1), step(stay, texts, 0, at, 1)), f"token {at} differs"
+    assert here.cache.bytes_of(1, at + 1) == stay.cache.bytes_of(0, at + 1)
