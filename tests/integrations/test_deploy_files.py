@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from trtkv.cli import app, worker
+from trtkv.integrations.dynamo.apart import Meeting
 from trtkv.integrations.dynamo.command import INSTALL, worker_config
 from trtkv.integrations.dynamo.settings import Settings
 from trtkv.serve.queue import Queue
@@ -61,8 +62,8 @@ def test_every_command_is_understood(words: list[str], tmp_path: Path) -> None:
     _, bound, ignored = app.parse_args([worker.NAME, *words[3:]], exit_on_error=False, print_error=False)[:3]
     assert not ignored
     pytest.importorskip("dynamo.common.configuration", reason="needs ai-dynamo")
-    settings = Settings(tmp_path, "mine", tmp_path, {}, Queue())
-    config = worker_config(settings, bound.arguments.get("disaggregation_mode", "agg"), bound.args[1:])
+    meeting = Meeting.of(bound.arguments.get("disaggregation_mode", "agg"), "127.0.0.1", "auto")
+    config = worker_config(Settings(tmp_path, "mine", tmp_path, {}, Queue(), meeting), bound.args[1:])
     assert config.served_model_name == "mine"
 
 
