@@ -3,8 +3,8 @@
     python build_scripts/bench_fleet.py [--python PYTHON] [--workers 4] [--results FILE]
 
 Frontend, router and workers are processes of this machine, which every setting starts anew; the model is small and runs on the CPU. One worker has
-all cores, of several each has its share. The last of the settings runs twice, first and last: what differs between these two runs is noise.
-PYTHON is the interpreter of an environment with trtkv and ai-dynamo. A record a run is appended to the results.
+all cores, of several each has its share. `kv` runs twice, first and last: what differs between these two runs is noise. Before that all workers'
+steps are timed at once, for simulate_fleet.py. PYTHON is the interpreter of an environment with trtkv and ai-dynamo. A record a run is appended.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import random
 import shlex
 import statistics
 import sys
@@ -21,17 +22,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fleet_talk import Outcome, Shape, Talk, draw, hold
+from fleet_talk import Outcome, Shape, Talk, ask_at_once, draw, hold, piece
 
+from plugins.cache.bytes import ByteCount
 from trtkv.api import build
 from trtkv.bench.records import append_records, make_record
 from trtkv.cli.output import print_table
+from trtkv.engine.manifest import read_manifest
 from trtkv.errors import ConfigError, TrtkvError
+from trtkv.runtime.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "engines" / "fleet.jsonl"
-ONE, RANDOM, TURNS, KV = "one worker", "random", "round-robin", "kv"
-ROUTERS = {ONE: "round-robin", RANDOM: "random", TURNS: "round-robin", KV: "kv"}
+ONE, KV = "one worker", "kv"
+ROUTERS = {
+    ONE: ("--router-mode", "round-robin"), "random": ("--router-mode", "random"), "round-robin": ("--router-mode", "round-robin"),
+    "kv, prompts x4": ("--router-mode", "kv", "--router-prefill-load-scale", "4"), KV: ("--router-mode", "kv"),
+}  # fmt: skip
+PROMPTS, BATCHES, ROUNDS = (300, 800, 1600, 2400), (1, 2, 4), 2  # characters of prompts, and sequences a worker, whose steps are timed
 COUNTS = {name: f"trtkv:prefix_cache_{name}_total" for name in ("queries", "hits")}
 COLUMNS = ["setting", "hit rate", "computed", "ttft p50, s", "ttft p99, s", "tokens/s", "seconds"]
 
@@ -45,13 +53,13 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory() as folder:
             limits = {"max_seq_len": own.length, "max_batch_size": max(8, own.clients), "max_chunk_tokens": 512}
-            engine = build(own.model, own.policy, out=Path(folder) / "engine", backend="none", sms=("none",), dtype="float32", **limits)
+            engine = own.engine or build(own.model, own.policy, out=Path(folder) / "engine", backend="none", sms=("none",), dtype="float32", **limits)
             talks, rows = draw(shape), []
+            append_records(own.results, [measure_steps(engine, own)])
             for setting in (KV, *(name for name in ROUTERS if name != KV), KV):
                 figures, outcome = measure(setting, engine, talks, shape, own)
-                wrong = [one for one in outcome.turns if one.error]
-                failed |= bool(wrong)
-                report(setting, figures, wrong, outcome, talks, own)
+                failed |= any(one.error for one in outcome.turns)
+                report(setting, figures, outcome, talks, engine, own)
                 rows.append([f"{setting} again" if setting in (row[0] for row in rows) else setting, *figures.values()])
     except (TrtkvError, AssertionError) as error:
         print(f"bench_fleet: {error}", file=sys.stderr)
@@ -65,6 +73,7 @@ def read_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", default=sys.executable, help="interpreter of the workers and the frontend")
+    parser.add_argument("--engine", type=Path, help="engine directory whose workers run on a GPU each with random weights; by default one is built")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--policy", default="full")
     parser.add_argument("--workers", type=int, default=4)
@@ -82,14 +91,41 @@ def read_options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(setting: str, engine: Path, talks: Sequence[Talk], shape: Shape, own: argparse.Namespace) -> tuple[dict[str, float], Outcome]:
-    """Start a fleet, warm it up, hold the conversations; raises AssertionError where the fleet does not start."""
+def fleet_of(setting: str, engine: Path, own: argparse.Namespace) -> Any:
+    """Return the fleet of a setting, not yet started."""
     from tests.fleet import Fleet
 
     workers = 1 if setting == ONE else own.workers
-    words = ["-m", "trtkv.integrations.dynamo", engine, "--device", "cpu", "--cache-gib", own.cache_gib]
+    words = ["-m", "trtkv.integrations.dynamo", engine, "--cache-gib", own.cache_gib]
+    where = [["--device", f"cuda:{index}", "--weights", "random"] if own.engine else ["--device", "cpu"] for index in range(workers)]
     threads = max(1, (os.cpu_count() or 1) // workers)
-    with Fleet(["--router-mode", ROUTERS[setting]], [words] * workers, python=own.python, env={"OMP_NUM_THREADS": str(threads)}) as fleet:
+    return Fleet(ROUTERS[setting], [[*words, *one] for one in where], python=own.python, env={"OMP_NUM_THREADS": str(threads)}, patience_s=240.0)
+
+
+def measure_steps(engine: Path, own: argparse.Namespace) -> dict[str, Any]:
+    """Time prompts and decode steps of all workers at once; the router sends an even share to each, and a known prompt where it is stored."""
+    rng, prompts, steps, failed = random.Random(own.seed), [], [], 0
+    with fleet_of(KV, engine, own) as fleet:
+        asyncio.run(ask_at_once(fleet.url, fleet.model, [piece(rng, 200) for _ in range(own.workers)], 2))
+        for size in PROMPTS * ROUNDS:
+            rows = asyncio.run(ask_at_once(fleet.url, fleet.model, [piece(rng, size) for _ in range(own.workers)], 1))
+            failed += sum(bool(one.error) for one in rows)
+            prompts.append([statistics.mean(one.prompt - one.cached for one in rows), round(statistics.mean(one.first_s for one in rows) * 1e3, 1)])
+        for batch in BATCHES * ROUNDS:
+            texts = [piece(rng, own.system) for _ in range(batch * own.workers)]
+            asyncio.run(ask_at_once(fleet.url, fleet.model, texts, 1))
+            rows = asyncio.run(ask_at_once(fleet.url, fleet.model, texts, 24))
+            failed += sum(bool(one.error) for one in rows)
+            context = statistics.mean(one.prompt for one in rows) + 12
+            steps.append([batch, context, round(statistics.mean((one.whole_s - one.first_s) / (one.answered - 1) for one in rows) * 1e3, 1)])
+    facts = {"workers": own.workers, "model": own.model, "policy": own.policy, "dtype": read_manifest(engine).model.dtype, "cores": os.cpu_count()}
+    check = {"passed": not failed, "compared": "every prompt was answered"}
+    return make_record("fleet-steps", command(own), device(own), check, facts, {"prompt_ms": prompts, "decode_ms": steps})
+
+
+def measure(setting: str, engine: Path, talks: Sequence[Talk], shape: Shape, own: argparse.Namespace) -> tuple[dict[str, float], Outcome]:
+    """Start a fleet, warm it up, hold the conversations; raises AssertionError where the fleet does not start."""
+    with fleet_of(setting, engine, own) as fleet:
         warm = Shape(shape.clients, 2 * shape.clients, 1, shape.clients, 200, 100, 2, own.seed + 1)
         asyncio.run(hold(fleet.url, fleet.model, draw(warm), warm))
         before = counted(fleet.workers)
@@ -114,20 +150,36 @@ def counted(workers: Sequence[Any]) -> tuple[float, float]:
     return queries, hits
 
 
-def report(setting: str, figures: dict[str, float], wrong: Sequence[Any], outcome: Outcome, talks: Sequence[Talk], own: argparse.Namespace) -> None:
-    """Print what a setting gave and append its record."""
+def report(setting: str, figures: dict[str, float], outcome: Outcome, talks: Sequence[Talk], engine: Path, own: argparse.Namespace) -> None:
+    """Print what a setting gave and append its record, with what a simulation of it needs."""
     asked = {name: getattr(own, name) for name in ("model", "policy", "clients", "turns", "groups", "answer", "cache_gib", "seed")}
     prompts: list[list[int]] = [[0] * own.turns for _ in talks]
     for one in outcome.turns:
         prompts[one.talk][one.turn] = one.prompt
+    tokenizer, cache = Tokenizer(engine), read_manifest(engine).cache
+    systems = [len(tokenizer.encode(talk.system, add_special=False)) for talk in talks]
     facts = {
-        "setting": setting, "workers": 1 if setting == ONE else own.workers, "dtype": "float32", "cores": os.cpu_count(), **asked,
-        "groups_of": [talk.group for talk in talks], "prompt_tokens": prompts,
+        "setting": setting, "workers": 1 if setting == ONE else own.workers, "dtype": read_manifest(engine).model.dtype, "cores": os.cpu_count(),
+        **asked,
+        "page": cache.page_size, "cache_tokens": int(own.cache_gib * 2**30 / (ByteCount(cache).reserved(cache.page_size) / cache.page_size)),
+        "groups_of": [talk.group for talk in talks], "system_tokens": systems, "prompt_tokens": prompts,
+        "starts_s": [outcome.starts_s[talk] for talk in range(len(talks))],
     }  # fmt: skip
-    command = shlex.join(["python", "build_scripts/bench_fleet.py", *(word for word in sys.argv[1:] if word not in (own.python, "--python"))])
+    wrong = [one.error for one in outcome.turns if one.error]
     check = {"passed": not wrong, "compared": "every answer has all its tokens"}
-    append_records(own.results, [make_record("fleet", command, torch.device("cpu"), check, facts, figures)])
-    print(f"{setting}: {figures}" + (f"; {len(wrong)} failed: {wrong[0].error}" if wrong else ""), flush=True)
+    append_records(own.results, [make_record("fleet", command(own), device(own), check, facts, figures)])
+    print(f"{setting}: {figures}" + (f"; {len(wrong)} failed: {wrong[0]}" if wrong else ""), flush=True)
+
+
+def device(own: argparse.Namespace) -> torch.device:
+    """Return what a worker runs on."""
+    return torch.device("cuda:0" if own.engine else "cpu")
+
+
+def command(own: argparse.Namespace) -> str:
+    """Return the command without the paths of this machine."""
+    skipped = {own.python, "--python", "--results", str(own.results)}
+    return shlex.join(["python", "build_scripts/bench_fleet.py", *(word for word in sys.argv[1:] if word not in skipped)])
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import httpx
@@ -55,24 +56,32 @@ class Turn:
 
 @dataclass(slots=True)
 class Outcome:
-    """All turns, in the order of their ends, and the seconds from the first question to the last answer."""
+    """All turns, in the order of their ends; when each conversation began, and the seconds from the first question to the last answer."""
 
     turns: list[Turn] = field(default_factory=list)
+    starts_s: dict[int, float] = field(default_factory=dict)
     seconds: float = 0.0
 
 
 def draw(shape: Shape) -> list[Talk]:
     """Draw conversations from the prose of this repository's documents."""
-    prose = " ".join("\n".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs").glob("*.md"))).split())
     rng = random.Random(shape.seed)
-
-    def piece(size: int) -> str:
-        at = rng.randrange(len(prose) - size)
-        return prose[at : at + size]
-
-    systems = [f"You are assistant {group}. {piece(shape.system)}" for group in range(shape.groups)]
+    systems = [f"You are assistant {group}. {piece(rng, shape.system)}" for group in range(shape.groups)]
     groups = [rng.randrange(shape.groups) for _ in range(shape.conversations)]
-    return [Talk(group, systems[group], tuple(f"\n\nQuestion: {piece(shape.user)}\nAnswer:" for _ in range(shape.turns))) for group in groups]
+    users = [tuple(f"\n\nQuestion: {piece(rng, shape.user)}\nAnswer:" for _ in range(shape.turns)) for _ in groups]
+    return [Talk(group, systems[group], own) for group, own in zip(groups, users, strict=True)]
+
+
+def piece(rng: random.Random, size: int) -> str:
+    """Draw so many characters of prose."""
+    at = rng.randrange(len(prose()) - size)
+    return prose()[at : at + size]
+
+
+@cache
+def prose() -> str:
+    """Return the texts of the documents, on one line."""
+    return " ".join("\n".join(file.read_text(encoding="utf-8") for file in sorted((ROOT / "docs").glob("*.md"))).split())
 
 
 async def hold(url: str, model: str, talks: Sequence[Talk], shape: Shape) -> Outcome:
@@ -83,7 +92,7 @@ async def hold(url: str, model: str, talks: Sequence[Talk], shape: Shape) -> Out
 
         async def client(number: int) -> None:
             for index in range(number, len(talks), shape.clients):
-                text = talks[index].system
+                text, outcome.starts_s[index] = talks[index].system, round(time.perf_counter() - began, 3)
                 for turn, user in enumerate(talks[index].users):
                     text += user
                     row = Turn(index, turn)
@@ -94,6 +103,14 @@ async def hold(url: str, model: str, talks: Sequence[Talk], shape: Shape) -> Out
         await asyncio.gather(*(client(number) for number in range(shape.clients)))
         outcome.seconds = time.perf_counter() - began
     return outcome
+
+
+async def ask_at_once(url: str, model: str, prompts: Sequence[str], answer: int) -> list[Turn]:
+    """Ask for answers to all prompts at the same time."""
+    rows = [Turn(index, 0) for index in range(len(prompts))]
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, limits=httpx.Limits(max_connections=len(prompts))) as http:
+        await asyncio.gather(*(ask(http, model, prompt, answer, row) for prompt, row in zip(prompts, rows, strict=True)))
+    return rows
 
 
 async def ask(http: httpx.AsyncClient, model: str, prompt: str, answer: int, row: Turn) -> str:

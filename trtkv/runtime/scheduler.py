@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from bisect import insort
 from collections.abc import Iterator, Sequence
+from weakref import WeakSet
 
 from plugins.cache.pages import Pages
 from trtkv.config import Limits
@@ -38,7 +39,7 @@ class Scheduler(ABC):
         self.preemptions = self.recomputed = 0  # preempted sequences, and those of them that are recomputed
         self.prefix_queries = self.prefix_hits = 0  # prompt tokens that were looked for in pages of other sequences, and those found
         self.kept = 0  # sequences that have left with their pages
-        self.parcels: set[Parcel] = set()  # that own pages of this engine
+        self.parcels: WeakSet[Parcel] = WeakSet()  # that own pages of this engine
         self._slots = slots
         self.pace = Pace()
         self._prefilled = True  # whether the last step did

@@ -33,7 +33,7 @@ class Offer(BaseModel):
     @property
     def first(self) -> First:
         """The first token of the answer."""
-        return First(self.token, self.logprob, self.top)
+        return First(self.token, self.logprob, list(self.top) or ())
 
     @staticmethod
     def read(data: Mapping[str, Any]) -> Offer:
