@@ -85,7 +85,8 @@ def test_graphs(graph: Path) -> None:
         assert pod["terminationGracePeriodSeconds"] > int(env["DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT"])
         assert main["resources"]["limits"]["nvidia.com/gpu"] == "1" and {"startupProbe", "readinessProbe", "livenessProbe"} <= main.keys()
         assert {one["name"] for one in main["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
-        assert (("--disaggregation-mode" in main["args"]) and main["args"][main["args"].index("--disaggregation-mode") + 1]) == (kind != "worker" and kind)
+        parts = [main["args"][at + 1] for at, word in enumerate(main["args"]) if word == "--disaggregation-mode"]
+        assert parts == ([] if kind == "worker" else [kind])
 
 
 def test_compose() -> None:
@@ -93,7 +94,8 @@ def test_compose() -> None:
     services = compose["services"]
     files = [volume.partition(":")[0] for one in services.values() for volume in one.get("volumes", ()) if isinstance(volume, str)]
     assert all((COMPOSE.parent / one).is_file() if one.startswith(".") else one in compose["volumes"] for one in files)
-    scraped = {target for job in read(COMPOSE.parent / "prometheus.yaml")["scrape_configs"] for one in job["static_configs"] for target in one["targets"]}
+    jobs = read(COMPOSE.parent / "prometheus.yaml")["scrape_configs"]
+    scraped = {target for job in jobs for one in job["static_configs"] for target in one["targets"]}
     workers = {name: one for name, one in services.items() if one.get("command", [])[:3] == WORKER}
     assert scraped == {"frontend:8000", *(f"{name}:{one['environment']['DYN_SYSTEM_PORT']}" for name, one in workers.items())}
     gpus = [one["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for one in workers.values()]
