@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import mmap
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.console import Capture, complaint
 from trtkv.cli import app, worker
 from trtkv.integrations.dynamo.apart import Meeting
 from trtkv.integrations.dynamo.command import INSTALL, worker_config
@@ -110,3 +112,12 @@ def test_all_name_one_version_of_dynamo() -> None:
     named = [set(release.findall(text)) for text in [*texts, INSTALL]]
     graphs = {component["runtimeVersionOverride"] for graph in GRAPHS for component, _, _ in components(graph)}
     assert all(named) and set().union(*named) == graphs and len(graphs) == 1
+
+
+@pytest.mark.parametrize(("gone", "package"), [("dynamo", "ai-dynamo"), ("dynamo.common.backend", "ai-dynamo"), ("uvloop", "uvloop")])
+def test_what_is_missing_is_named(gone: str, package: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    if gone != "dynamo":
+        pytest.importorskip("dynamo.common.configuration", reason="needs ai-dynamo")
+    monkeypatch.setitem(sys.modules, gone, None)
+    said = complaint(capsys, "serve", "--dynamo", tmp_path)
+    assert f"needs the package {package}" in said and said.endswith(f"{INSTALL}.")
