@@ -55,8 +55,9 @@ def main() -> int:
             limits = {"max_seq_len": own.length, "max_batch_size": max(8, own.clients), "max_chunk_tokens": 512}
             engine = own.engine or build(own.model, own.policy, out=Path(folder) / "engine", backend="none", sms=("none",), dtype="float32", **limits)
             talks, rows = draw(shape), []
-            append_records(own.results, [measure_steps(engine, own)])
-            for setting in (KV, *(name for name in ROUTERS if name != KV), KV):
+            if not own.engine:
+                append_records(own.results, [measure_steps(engine, own)])
+            for setting in (KV, *(name for name in ROUTERS if name != KV and name in own.settings), KV):
                 figures, outcome = measure(setting, engine, talks, shape, own)
                 failed |= any(one.error for one in outcome.turns)
                 report(setting, figures, outcome, talks, engine, own)
@@ -86,6 +87,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--answer", type=int, default=12, help="tokens of an answer")
     parser.add_argument("--length", type=int, default=2048, help="tokens of the longest conversation")
     parser.add_argument("--cache-gib", type=float, default=0.5, help="of every worker")
+    parser.add_argument("--settings", default=",".join(ROUTERS), help="what is measured")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS)
     return parser.parse_args()
