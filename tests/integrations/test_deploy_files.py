@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import mmap
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.console import Capture, complaint
 from trtkv.cli import app, worker
+from trtkv.integrations.dynamo.apart import Meeting
 from trtkv.integrations.dynamo.command import INSTALL, worker_config
 from trtkv.integrations.dynamo.settings import Settings
 from trtkv.serve.queue import Queue
@@ -61,8 +64,8 @@ def test_every_command_is_understood(words: list[str], tmp_path: Path) -> None:
     _, bound, ignored = app.parse_args([worker.NAME, *words[3:]], exit_on_error=False, print_error=False)[:3]
     assert not ignored
     pytest.importorskip("dynamo.common.configuration", reason="needs ai-dynamo")
-    settings = Settings(tmp_path, "mine", tmp_path, {}, Queue())
-    config = worker_config(settings, bound.arguments.get("disaggregation_mode", "agg"), bound.args[1:])
+    meeting = Meeting.of(bound.arguments.get("disaggregation_mode", "agg"), "127.0.0.1", "auto")
+    config = worker_config(Settings(tmp_path, "mine", tmp_path, {}, Queue(), meeting), bound.args[1:])
     assert config.served_model_name == "mine"
 
 
@@ -84,7 +87,8 @@ def test_graphs(graph: Path) -> None:
         assert pod["terminationGracePeriodSeconds"] > int(env["DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT"])
         assert main["resources"]["limits"]["nvidia.com/gpu"] == "1" and {"startupProbe", "readinessProbe", "livenessProbe"} <= main.keys()
         assert {one["name"] for one in main["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
-        assert (("--disaggregation-mode" in main["args"]) and main["args"][main["args"].index("--disaggregation-mode") + 1]) == (kind != "worker" and kind)
+        parts = [main["args"][at + 1] for at, word in enumerate(main["args"]) if word == "--disaggregation-mode"]
+        assert parts == ([] if kind == "worker" else [kind])
 
 
 def test_compose() -> None:
@@ -92,7 +96,8 @@ def test_compose() -> None:
     services = compose["services"]
     files = [volume.partition(":")[0] for one in services.values() for volume in one.get("volumes", ()) if isinstance(volume, str)]
     assert all((COMPOSE.parent / one).is_file() if one.startswith(".") else one in compose["volumes"] for one in files)
-    scraped = {target for job in read(COMPOSE.parent / "prometheus.yaml")["scrape_configs"] for one in job["static_configs"] for target in one["targets"]}
+    jobs = read(COMPOSE.parent / "prometheus.yaml")["scrape_configs"]
+    scraped = {target for job in jobs for one in job["static_configs"] for target in one["targets"]}
     workers = {name: one for name, one in services.items() if one.get("command", [])[:3] == WORKER}
     assert scraped == {"frontend:8000", *(f"{name}:{one['environment']['DYN_SYSTEM_PORT']}" for name, one in workers.items())}
     gpus = [one["deploy"]["resources"]["reservations"]["devices"][0]["device_ids"] for one in workers.values()]
@@ -107,3 +112,12 @@ def test_all_name_one_version_of_dynamo() -> None:
     named = [set(release.findall(text)) for text in [*texts, INSTALL]]
     graphs = {component["runtimeVersionOverride"] for graph in GRAPHS for component, _, _ in components(graph)}
     assert all(named) and set().union(*named) == graphs and len(graphs) == 1
+
+
+@pytest.mark.parametrize(("gone", "package"), [("dynamo", "ai-dynamo"), ("dynamo.common.backend", "ai-dynamo"), ("uvloop", "uvloop")])
+def test_what_is_missing_is_named(gone: str, package: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    if gone != "dynamo":
+        pytest.importorskip("dynamo.common.configuration", reason="needs ai-dynamo")
+    monkeypatch.setitem(sys.modules, gone, None)
+    said = complaint(capsys, "serve", "--dynamo", tmp_path)
+    assert f"needs the package {package}" in said and said.endswith(f"{INSTALL}.")

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import io
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from trtkv.errors import ConfigError
@@ -14,17 +13,19 @@ from trtkv.errors import ConfigError
 if TYPE_CHECKING:
     from trtkv.integrations.dynamo.settings import Settings
 
+PACKAGES = {"dynamo": "ai-dynamo"}
 INSTALL = "pip install 'trtkv[dynamo]' && pip install --no-deps ai-dynamo==1.6.1"
 
 
 def check_installed() -> None:
-    """Raise ConfigError where Dynamo is missing."""
+    """Raise ConfigError where Dynamo is missing, or what it imports."""
     try:
-        if find_spec("dynamo.common.backend") is not None and find_spec("dynamo._core") is not None:
-            return
-    except ModuleNotFoundError:
-        pass
-    raise ConfigError("a Dynamo worker needs the package ai-dynamo", f"Install it: {INSTALL}.")
+        import dynamo.common.backend
+        import dynamo.common.configuration.groups.runtime_args  # noqa: F401
+        import uvloop  # noqa: F401
+    except ModuleNotFoundError as error:
+        package = str(error.name).partition(".")[0]
+        raise ConfigError(f"a Dynamo worker needs the package {PACKAGES.get(package, package)}", f"Install it: {INSTALL}.") from None
 
 
 def run_worker(settings: Settings, flags: Sequence[str]) -> None:

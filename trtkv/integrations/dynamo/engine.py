@@ -76,6 +76,7 @@ class Worker(LLMEngine):
         assert self._backend is not None and self._apart is not None, "no request comes before start"
         with _refused():
             tokens = requests.one_prompt(request)
+            trace = Trace(context, self._settings.name, len(tokens))
             asked = requests.sampling_of(request, self._backend.facts.limits.max_seq_len, self._defaults())
             keep, fetched = self._apart.keeps(len(asked)), None
             if keep:  # the frontend asks for one token, after which nothing would be kept
@@ -83,7 +84,6 @@ class Worker(LLMEngine):
             elif len(asked) == 1:
                 fetched = await self._apart.fetch(request, tokens)
             answer = await self._backend.ask([tokens] * len(asked), asked, requests.priority_of(request), keep=keep, fetched=fetched)
-        trace = Trace(context, self._settings.name, len(tokens))
         stopped = asyncio.ensure_future(context.async_killed_or_stopped())
         counts = [0] * len(asked)
         try:

@@ -15,13 +15,13 @@ EXPORTED = os.environ.get("OTEL_EXPORT_ENABLED", "").strip().lower() in ("1", "t
 
 
 class Trace:
-    """Follows one request since it was queued, in a span until its first token and one from there on, below Dynamo's `engine.generate`.
+    """Follows one request, in a span until its first token (of a decode worker: while it fetches the prompt) and one from there on.
 
-    That one gets the attributes of our own server's spans (`serve/traces.py`), latencies in seconds.
+    Both are below Dynamo's `engine.generate`, which gets the attributes of our own server's spans (`serve/traces.py`), latencies in seconds.
     """
 
     def __init__(self, context: Any, model: str, prompt_tokens: int) -> None:
-        """Begin with a prompt that waits."""
+        """Begin when the request comes."""
         self._waits = EXPORTED
         self._context, self._began_s = context, time.monotonic()
         if EXPORTED:
