@@ -55,7 +55,8 @@ def main() -> int:
             limits = {"max_seq_len": own.length, "max_batch_size": max(8, own.clients), "max_chunk_tokens": 512}
             engine = own.engine or build(own.model, own.policy, out=Path(folder) / "engine", backend="none", sms=("none",), dtype="float32", **limits)
             talks, rows = draw(shape), []
-            append_records(own.results, [measure_steps(engine, own)])
+            if not own.engine:
+                append_records(own.results, [measure_steps(engine, own)])
             for setting in (*own.settings, own.settings[0]):
                 figures, outcome = measure(setting, engine, talks, shape, own)
                 failed |= any(one.error for one in outcome.turns)

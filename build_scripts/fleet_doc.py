@@ -15,10 +15,12 @@ ROOT = Path(__file__).parent.parent
 RECORDS, PAGE, PLOT = ROOT / "engines" / "fleet.jsonl", ROOT / "docs" / "fleet.md", ROOT / "docs" / "routing.svg"
 TITLE = "## What routing brings"
 SETTINGS = ("one worker", "random", "round-robin", "kv", "kv, prompts x4")
-MEASURED = """{clients} clients hold {talks} conversations of {turns} turns that share {groups} system prompts, with {model} on {cores} CPU cores.
-One worker has all of them, {workers} workers share them: routing saves computed prompts and adds no cores. Two runs of `kv` differ by {apart:.0%} in
-tokens/s and {points:.0f} points in the hit rate. *prompts x4* is `--router-prefill-load-scale 4` ({facts}, `build_scripts/bench_fleet.py`).
+MEASURED = """{clients} clients hold {talks} conversations of {turns} turns that share {groups} system prompts, with {model}{where}. Two runs of `kv`
+differ by {apart:.0%} in tokens/s and {points:.0f} points in the hit rate. *prompts x4* is `--router-prefill-load-scale 4` ({facts},
+`build_scripts/bench_fleet.py`).
 """
+CORES = " on {cores} CPU cores: one worker has all of them, {workers} workers share them, so that routing saves computed prompts and adds no cores"
+CARDS = " on {workers} workers with a GPU each, beside one worker"
 SIMULATED = """![Simulated: hit rate, first token and throughput of {least} to {most} GPUs](routing.svg)
 
 **Simulated, not measured**: Dynamo's router in its own replay, with engines that take the step times of {model} (`full`) measured on an {machine},
@@ -53,23 +55,32 @@ def section(records: Sequence[Record]) -> str:
 
 
 def measured(records: Sequence[Record]) -> str:
-    """Write the table of the fleet on one machine."""
+    """Write a table for every machine and model that a fleet was measured with."""
     every = [one for one in records if one["benchmark"] == "fleet"]
+    places = dict.fromkeys((one["environment"]["machine"], one["model"]) for one in every)
+    return "\n".join(measured_at([one for one in every if (one["environment"]["machine"], one["model"]) == place]) for place in places)
+
+
+def measured_at(every: Sequence[Record]) -> str:
+    """Write the table of one machine and model."""
     own = {one["setting"]: one for one in newest(every, "setting")}
     rows = []
     for one in (own[setting] for setting in SETTINGS if setting in own):
         rows.append([one["setting"], f"{one['hit_rate']:.0%}", one["computed_tokens"], one["ttft_p50_s"], one["tokens_per_s"]])
     first, last = [one for one in every if one["setting"] == "kv"][-2:]
-    apart = abs(first["tokens_per_s"] - last["tokens_per_s"]) / last["tokens_per_s"]
-    points = abs(first["hit_rate"] - last["hit_rate"]) * 100
-    text = MEASURED.format(**{**last, "talks": len(last["groups_of"]), "apart": apart, "points": points, "facts": facts(list(own.values()))})
-    return text + "\n" + table(["router", "hit rate", "computed", "first token p50, s", "tokens/s"], rows, 1)
+    changes = {
+        "talks": len(last["groups_of"]), "points": abs(first["hit_rate"] - last["hit_rate"]) * 100, "facts": facts(list(own.values())),
+        "apart": abs(first["tokens_per_s"] - last["tokens_per_s"]) / last["tokens_per_s"],
+        "where": (CORES if "CPU" in last["environment"]["machine"] else CARDS).format(**last),
+    }  # fmt: skip
+    return MEASURED.format(**{**last, **changes}) + "\n" + table(["router", "hit rate", "computed", "first token p50, s", "tokens/s"], rows, 1)
 
 
 def simulated(records: Sequence[Record]) -> str:
     """Say what the simulation found for the largest fleet."""
     every = newest((one for one in records if one["benchmark"] == "fleet-simulation"), "cache_gib", "gpus", "router")
-    most, least = max(one["gpus"] for one in every), min(one["gpus"] for one in every)
+    sizes = [one["gpus"] for one in every if one["router"] == "kv, prompts x4"]
+    most, least = max(sizes), min(sizes)
     small = min(one["cache_gib"] for one in every)
     at = {(one["gpus"], one["cache_gib"], one["router"]): one for one in every}
     one = at[most, small, "kv, prompts x4"]

@@ -35,6 +35,7 @@ from trtkv.runtime.pages import GroupPages, HeadPageAllocator, PageAllocator, Re
 from trtkv.runtime.rope import rope_table
 from trtkv.runtime.rows import Executor
 from trtkv.runtime.step import Stepper
+from trtkv.runtime.streams import current
 from trtkv.runtime.weights import Weight, map_weights, random_weights
 
 Progress = Callable[[str, float], None]
@@ -121,6 +122,11 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
     Raises EngineError for a directory that is damaged or of another version, CheckpointError for weights that are missing or do not fit,
     CapacityError when weights or cache exceed the memory.
     """
+    with current(find_device(options.device)):
+        return _open(directory, options, progress, part)
+
+
+def _open(directory: Path, options: Options, progress: Progress, part: Part | None) -> Engine:
     manifest = read_manifest(directory)
     check_files(directory, manifest)
     if manifest.tp > 1 and part is None:
@@ -156,12 +162,11 @@ def open_engine(directory: Path, options: Options, progress: Progress = lambda s
         cache.reduce, cache.gather, cache.parts = part.reduce, part.gather, part.count
     if gpu_ready(device) is None:
         progress("kernels", 0.0)
-        with torch.cuda.device(device):
-            store.load_all(kernels_for(plan, manifest.model, manifest.limits, arch()))
-            shape = manifest.model.num_q_heads, manifest.model.num_kv_heads, manifest.model.head_dim
-            prefill.prepare(*shape, TORCH_DTYPES[plan.kv_dtype], manifest.limits, device)
-            if offload:
-                _settle_recall(offload, plan, progress, part)
+        store.load_all(kernels_for(plan, manifest.model, manifest.limits, arch()))
+        shape = manifest.model.num_q_heads, manifest.model.num_kv_heads, manifest.model.head_dim
+        prefill.prepare(*shape, TORCH_DTYPES[plan.kv_dtype], manifest.limits, device)
+        if offload:
+            _settle_recall(offload, plan, progress, part)
     elif offload:
         measure.settle(offload, plan)
     executor = _executor(directory, manifest, why_torch, weights, cache, adapters)

@@ -7,8 +7,9 @@ fills the engine's inputs, and runs the graph once. Decode is the case of one ne
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,21 @@ from trtkv.runtime.device_sampler import PENDING, Ask, Chosen, DeviceSampler
 from trtkv.runtime.graphs import DecodeGraphs
 from trtkv.runtime.inputs import adapted, adapter_inputs, page_table, small_inputs
 from trtkv.runtime.rows import Executor, StepRow
+from trtkv.runtime.streams import current
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _on_device(method: Callable[Concatenate[Stepper, P], T]) -> Callable[Concatenate[Stepper, P], T]:
+    """Run a method without gradients, on the cache's device whatever the thread."""
+
+    @wraps(method)
+    def run(self: Stepper, *args: P.args, **named: P.kwargs) -> T:
+        with torch.inference_mode(), current(self.cache.device):
+            return method(self, *args, **named)
+
+    return run
 
 
 class Stepper:
@@ -53,7 +69,7 @@ class Stepper:
         """
         return self.chooses
 
-    @torch.inference_mode()
+    @_on_device
     def run(self, rows: Sequence[StepRow]) -> Tensor:
         """Run one step: logits [R, V] fp32 of the rows requested, in order; all sequences' keys and values are stored afterwards."""
         self._announce(rows)
@@ -61,7 +77,7 @@ class Stepper:
         self.cache.end_step()
         return logits[: sum(len(row.logits_of) for row in rows)]  # engines compute one row at least
 
-    @torch.inference_mode()
+    @_on_device
     def launch(self, rows: Sequence[StepRow], asks: Sequence[Ask]) -> Chosen:
         """Run one step and choose the next token of every row whose logits are requested (one each), as asks [R] say; does not synchronize.
 
@@ -80,7 +96,7 @@ class Stepper:
         self._launched = (logits, asks, [row.slot for row in rows if row.logits_of], chosen) if held else None
         return chosen
 
-    @torch.inference_mode()
+    @_on_device
     def choose_again(self, masks: npt.NDArray[np.int32]) -> Chosen:
         """Choose the tokens of the constrained rows of the step launched last, by masks [G, W] of what may come next; does not synchronize."""
         assert self._launched is not None and self.sampler is not None, "a step with constrained rows was launched"

@@ -14,9 +14,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a device this thread's current one: kernels are launched on its stream, and every thread begins with the first device."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class SideStream:
