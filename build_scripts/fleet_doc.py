@@ -25,8 +25,8 @@ SIMULATED = """![Simulated: hit rate, first token and throughput of {least} to {
 
 **Simulated, not measured**: Dynamo's router in its own replay, with engines that take the step times of {model} (`full`) measured on an {machine},
 fitted within {error:.1%}. For each GPU {per_s:g} conversations of {turns} turns begin in a second, of {groups} system prompts with {tokens:,} tokens;
-caches have {small} GiB. With twice that, {most} GPUs find {larger}. Policies that encode or evict share no pages, so a router gains nothing from
-their smaller ones (`build_scripts/simulate_fleet.py`)."""
+figures are of seconds {warm_s:g} to {until_s:g} from empty caches of {small} GiB. With caches twice as large {most} GPUs find {larger}. Policies that
+encode or evict share no pages: their smaller ones give a router nothing (`build_scripts/simulate_fleet.py`)."""
 CHECKED = (
     "Simulated like that, the measured fleet has hit rates within {hits:.0f} points, and {least} to {most} times its median time to a first token.\n"
 )
