@@ -3,8 +3,8 @@
     python build_scripts/bench_fleet.py [--python PYTHON] [--workers 4] [--results FILE]
 
 Frontend, router and workers are processes of this machine, which every setting starts anew; the model is small and runs on the CPU. One worker has
-all cores, of several each has its share. `kv` runs twice, first and last: what differs between these two runs is noise. Before that all workers'
-steps are timed at once, for simulate_fleet.py. PYTHON is the interpreter of an environment with trtkv and ai-dynamo. A record a run is appended.
+all cores, of several each has its share. The first setting runs twice, first and last: what differs between these runs is noise. Before that all
+workers' steps are timed at once, for simulate_fleet.py. PYTHON is the interpreter of an environment with trtkv and ai-dynamo. A run is a record.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "engines" / "fleet.jsonl"
 ONE, KV = "one worker", "kv"
 ROUTERS = {
-    ONE: ("--router-mode", "round-robin"), "random": ("--router-mode", "random"), "round-robin": ("--router-mode", "round-robin"),
-    "kv, prompts x4": ("--router-mode", "kv", "--router-prefill-load-scale", "4"), KV: ("--router-mode", "kv"),
+    KV: ("--router-mode", "kv"), "kv, prompts x4": ("--router-mode", "kv", "--router-prefill-load-scale", "4"),
+    "round-robin": ("--router-mode", "round-robin"), "random": ("--router-mode", "random"), ONE: ("--router-mode", "round-robin"),
 }  # fmt: skip
 PROMPTS, BATCHES, ROUNDS = (300, 800, 1600, 2400), (1, 2, 4), 2  # characters of prompts, and sequences a worker, whose steps are timed
 COUNTS = {name: f"trtkv:prefix_cache_{name}_total" for name in ("queries", "hits")}
@@ -57,7 +57,7 @@ def main() -> int:
             talks, rows = draw(shape), []
             if not own.engine:
                 append_records(own.results, [measure_steps(engine, own)])
-            for setting in (KV, *(name for name in ROUTERS if name != KV and name in own.settings), KV):
+            for setting in (*own.settings, own.settings[0]):
                 figures, outcome = measure(setting, engine, talks, shape, own)
                 failed |= any(one.error for one in outcome.turns)
                 report(setting, figures, outcome, talks, engine, own)
@@ -66,7 +66,10 @@ def main() -> int:
         print(f"bench_fleet: {error}", file=sys.stderr)
         return 1
     print_table(COLUMNS, [[name, f"{rate:.1%}", computed, *map(str, rest)] for name, rate, computed, *rest in rows])
-    print(f"spread of {KV}: " + ", ".join(f"{name} {abs(a - b) / b:.1%}" for name, a, b in zip(COLUMNS[1:], rows[0][1:], rows[-1][1:], strict=True)))
+    print(
+        f"spread of {own.settings[0]}: "
+        + ", ".join(f"{name} {abs(a - b) / b:.1%}" for name, a, b in zip(COLUMNS[1:], rows[0][1:], rows[-1][1:], strict=True))
+    )
     return int(failed)
 
 
@@ -78,6 +81,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--policy", default="full")
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--settings", nargs="+", choices=list(ROUTERS), default=list(ROUTERS))
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--conversations", type=int, default=24)
     parser.add_argument("--turns", type=int, default=5)
@@ -87,7 +91,6 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--answer", type=int, default=12, help="tokens of an answer")
     parser.add_argument("--length", type=int, default=2048, help="tokens of the longest conversation")
     parser.add_argument("--cache-gib", type=float, default=0.5, help="of every worker")
-    parser.add_argument("--settings", default=",".join(ROUTERS), help="what is measured")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=RESULTS)
     return parser.parse_args()

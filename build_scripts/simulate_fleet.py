@@ -58,6 +58,7 @@ def read_options() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", default="8,16,32,64,128,256", help="sizes of fleets, joined by commas")
+    parser.add_argument("--cache-gib", default=",".join(map(str, CACHES)), help="sizes of a GPU's cache, joined by commas")
     parser.add_argument("--per-s", type=float, default=Load().per_s, help="conversations that begin in a second for each GPU")
     parser.add_argument("--check", action="store_true", help="simulate what bench_fleet.py measured last")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -72,8 +73,8 @@ def simulate(own: argparse.Namespace) -> int:
     table = []
     for gpus in map(int, own.gpus.split(",")):
         rows = list(conversations(load, gpus))
-        for gib, routers in CACHES.items():
-            for router in routers:
+        for gib in map(int, own.cache_gib.split(",")):
+            for router in CACHES[gib]:
                 found = replay(rows, steps, router, gpus, int(gib * 2**30 / TOKEN_BYTES))
                 whole = sum(one["terminal_status"] == "completed" for one in found)
                 facts = {
@@ -98,8 +99,9 @@ def simulate(own: argparse.Namespace) -> int:
 def check(own: argparse.Namespace) -> int:
     """Simulate the measured fleet, print both and append records; returns 1 where nothing was measured."""
     records = [one for one in read_records(own.results) if one["status"] == "ok"]
-    measured = {one["setting"]: one for one in records if one["benchmark"] == "fleet" and one["workers"] > 1}
     timed = [one for one in records if one["benchmark"] == "fleet-steps"]
+    here = [one for one in records if one["benchmark"] == "fleet" and one["workers"] > 1 and timed and place(one) == place(timed[-1])]
+    measured = {one["setting"]: one for one in here}
     if not measured or not timed:
         print("simulate_fleet: nothing was measured. Run build_scripts/bench_fleet.py.", file=sys.stderr)
         return 1
@@ -118,6 +120,11 @@ def check(own: argparse.Namespace) -> int:
         table.append([router, *(f"{done[name]} / {one[name]}" for name in done)])
     print_table(["router, simulated / measured", "hit rate", "ttft p50, s", "ttft p99, s", "seconds"], table)
     return 0
+
+
+def place(one: Row) -> tuple[str, str]:
+    """Return what a fleet was measured with."""
+    return one["environment"]["machine"], one["model"]
 
 
 def command() -> str:

@@ -22,6 +22,7 @@ def complete(fleet: Fleet, prompt: str) -> int:
         return int(json.load(answer)["usage"]["completion_tokens"])
 
 
+@pytest.mark.dynamo
 def test_members_are_killed_restarted_and_ended(tiny_llama: TinyModel) -> None:
     worker = ["-m", "dynamo.common.backend.sample_main", "--model-name", tiny_llama.path, *PLANES]
     with Fleet(["--router-mode", "round-robin"], [worker] * 2) as fleet:
@@ -37,6 +38,7 @@ def test_members_are_killed_restarted_and_ended(tiny_llama: TinyModel) -> None:
     assert not folder.exists() and not any(member.alive for member in members)
 
 
+@pytest.mark.dynamo
 def test_a_worker_that_cannot_start_is_reported_with_its_output() -> None:
     with pytest.raises(AssertionError, match="2 engines are missing"), Fleet(workers=[["-c", "raise SystemExit(f'{1 + 1} engines are missing')"]]):
         raise NotImplementedError

@@ -1,0 +1,132 @@
+"""Writes what routing brings into docs/fleet.md, with its plot docs/routing.svg, from the records of bench_fleet.py and simulate_fleet.py."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from performance_rows import Record, facts, newest, table
+
+from trtkv.bench.records import read_records
+from trtkv.bench.report import cell, save
+
+ROOT = Path(__file__).parent.parent
+RECORDS, PAGE, PLOT = ROOT / "engines" / "fleet.jsonl", ROOT / "docs" / "fleet.md", ROOT / "docs" / "routing.svg"
+TITLE = "## What routing brings"
+SETTINGS = ("one worker", "random", "round-robin", "kv", "kv, prompts x4")
+MEASURED = """{clients} clients hold {talks} conversations of {turns} turns that share {groups} system prompts, with {model}{where}. Two runs of `kv`
+differ by {apart:.0%} in tokens/s and {points:.0f} points in the hit rate. *prompts x4* is `--router-prefill-load-scale 4` ({facts},
+`build_scripts/bench_fleet.py`).
+"""
+CORES = " on {cores} CPU cores: one worker has all of them, {workers} workers share them, so that routing saves computed prompts and adds no cores"
+CARDS = " on {workers} workers with a GPU each, beside one worker"
+SIMULATED = """![Simulated: hit rate, first token and throughput of {least} to {most} GPUs](routing.svg)
+
+**Simulated, not measured**: Dynamo's router in its own replay, with engines that take the step times of {model} (`full`) measured on an {machine},
+fitted within {error:.1%}. For each GPU {per_s:g} conversations of {turns} turns begin in a second, of {groups} system prompts with {tokens:,} tokens;
+figures are of seconds {warm_s:g} to {until_s:g} from empty caches of {small} GiB. With caches twice as large {most} GPUs find {larger}. Policies that
+encode or evict share no pages: their smaller ones give a router nothing (`build_scripts/simulate_fleet.py`)."""
+CHECKED = (
+    "Simulated like that, the measured fleet has hit rates within {hits:.0f} points, and {least} to {most} times its median time to a first token.\n"
+)
+FIGURES = {"hit_rate": "tokens of prompts found in pages", "ttft_p99_ms": "first token p99, ms", "tokens_per_s_gpu": "answered tokens/s a GPU"}
+COLOURS = {"random": "#9aa5b1", "round-robin": "#c58b00", "kv": "#7aa6f0", "kv, prompts x4": "#2f6fde"}
+
+
+def main() -> None:
+    """Write the section and the plot."""
+    records = [one for one in read_records(RECORDS) if one["status"] == "ok"]
+    page = PAGE.read_text(encoding="utf-8") if PAGE.exists() else "# A fleet of workers\n"
+    PAGE.write_text(placed(page, section(records)), encoding="utf-8")
+    plot(records, PLOT)
+
+
+def placed(page: str, text: str) -> str:
+    """Put the section in its place on a page, or at the end where it has none yet."""
+    before, found, after = page.partition(f"{TITLE}\n")
+    rest = re.search(r"^## ", after, re.MULTILINE) if found else None
+    return before.rstrip("\n") + "\n\n" + text + ("\n" + after[rest.start() :] if rest else "")
+
+
+def section(records: Sequence[Record]) -> str:
+    """Write the section."""
+    return f"{TITLE}\n\n{measured(records)}\n{simulated(records)}\n{checked(records)}"
+
+
+def measured(records: Sequence[Record]) -> str:
+    """Write a table for every machine and model that a fleet was measured with."""
+    every = [one for one in records if one["benchmark"] == "fleet"]
+    places = dict.fromkeys((one["environment"]["machine"], one["model"]) for one in every)
+    return "\n".join(measured_at([one for one in every if (one["environment"]["machine"], one["model"]) == place]) for place in places)
+
+
+def measured_at(every: Sequence[Record]) -> str:
+    """Write the table of one machine and model."""
+    own = {one["setting"]: one for one in newest(every, "setting")}
+    rows = []
+    for one in (own[setting] for setting in SETTINGS if setting in own):
+        rows.append([one["setting"], f"{one['hit_rate']:.0%}", one["computed_tokens"], one["ttft_p50_s"], one["tokens_per_s"]])
+    first, last = [one for one in every if one["setting"] == "kv"][-2:]
+    changes = {
+        "talks": len(last["groups_of"]), "points": abs(first["hit_rate"] - last["hit_rate"]) * 100, "facts": facts(list(own.values())),
+        "apart": abs(first["tokens_per_s"] - last["tokens_per_s"]) / last["tokens_per_s"],
+        "where": (CORES if "CPU" in last["environment"]["machine"] else CARDS).format(**last),
+    }  # fmt: skip
+    return MEASURED.format(**{**last, **changes}) + "\n" + table(["router", "hit rate", "computed", "first token p50, s", "tokens/s"], rows, 1)
+
+
+def simulated(records: Sequence[Record]) -> str:
+    """Say what the simulation found for the largest fleet."""
+    every = newest((one for one in records if one["benchmark"] == "fleet-simulation"), "cache_gib", "gpus", "router")
+    sizes = [one["gpus"] for one in every if one["router"] == "kv, prompts x4"]
+    most, least = max(sizes), min(sizes)
+    small = min(one["cache_gib"] for one in every)
+    at = {(one["gpus"], one["cache_gib"], one["router"]): one for one in every}
+    one = at[most, small, "kv, prompts x4"]
+    twice = at.get((most, 2 * small, "round-robin")), at.get((most, 2 * small, "kv, prompts x4"))
+    larger = " and ".join(f"{two['hit_rate']:.0%} ({two['router']})" for two in twice if two)
+    error, machine = one["steps"]["largest_error"], one["steps"]["machine"].removeprefix("NVIDIA ")
+    whole = {**one["load"], "tokens": one["load"]["system"] * 64, "model": one["model"], "machine": machine, "error": error}
+    return SIMULATED.format(**whole, least=least, most=most, small=small, larger=larger)
+
+
+def checked(records: Sequence[Record]) -> str:
+    """Say how far the simulation is off where it can be compared."""
+    own = newest((one for one in records if one["benchmark"] == "fleet-check"), "router")
+    if not own:
+        return ""
+    hits = max(abs(one["hit_rate"] - one["measured"]["hit_rate"]) for one in own) * 100
+    ratios = sorted(one["ttft_p50_s"] / one["measured"]["ttft_p50_s"] for one in own)
+    return CHECKED.format(hits=hits, least=cell(ratios[0]), most=cell(ratios[-1]))
+
+
+def plot(records: Sequence[Record], file: Path) -> None:
+    """Draw each figure against the number of GPUs, a line for every router."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator, ScalarFormatter
+
+    every = newest((one for one in records if one["benchmark"] == "fleet-simulation"), "cache_gib", "gpus", "router")
+    small = min(one["cache_gib"] for one in every)
+    canvas = Figure(figsize=(9.6, 3.0), layout="constrained")
+    for axes, (name, title) in zip(canvas.subplots(1, len(FIGURES)), FIGURES.items(), strict=True):
+        for router, colour in COLOURS.items():
+            for cache in sorted({one["cache_gib"] for one in every if one["router"] == router}):
+                own = [one for one in every if one["router"] == router and one["cache_gib"] == cache]
+                style = {"marker": "o", "label": router} if cache == small else {"linestyle": "--", "label": f"{router}, {cache} GiB"}
+                axes.plot([one["gpus"] for one in own], [one[name] for one in own], color=colour, markersize=3, **style)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.set_xticks(sorted({one["gpus"] for one in every}))
+        axes.set_title(title, fontsize=9)
+        axes.set_ylim(0, 1.0 if name == "hit_rate" else None)
+        axes.set_xlabel("GPUs (simulated)", fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=7, frameon=False)
+    save(canvas, file)
+
+
+if __name__ == "__main__":
+    main()
