@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -80,5 +81,5 @@ def worker(
     card = write_card(engine, manifest, weights)
     with progress(name) as report:
         settings = Settings(engine, name, card, options, queue, report)
-        run_worker(settings, disaggregation_mode, dynamo)
+        run_worker(settings, disaggregation_mode, dynamo, partial(notes.print, markup=False))
     notes.print(f"{name} was stopped", markup=False)
