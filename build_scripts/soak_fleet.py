@@ -161,7 +161,8 @@ async def disturb(fleet: Any, outcome: Outcome, requests: int, every_s: float) -
     rng = random.Random(2)
     for turn in range(1 << 20):
         began_s = time.monotonic()
-        fault, worker = FAULTS[turn % len(FAULTS)], rng.choice(fleet.workers[1:])
+        fault, working = FAULTS[turn % len(FAULTS)], [one for one in fleet.workers[1:] if one.instance() is not None]
+        worker = rng.choice(working or fleet.workers[1:])  # one that has just been started may be killed, but it cannot be drained
         if fault == "frontend" and outcome.done > requests / 2:
             fault = "kill"
         if fault == "stop":
@@ -169,7 +170,7 @@ async def disturb(fleet: Any, outcome: Outcome, requests: int, every_s: float) -
             worker.signal(signal.SIGSTOP)
             await asyncio.sleep(STOPPED_S)
             worker.signal(signal.SIGCONT)
-        elif fault == "drain":
+        elif fault == "drain" and working:
             worker.signal(signal.SIGTERM)
             if code := await asyncio.to_thread(worker.process.wait, HUNG_S):
                 outcome.wrong.append(f"a worker that was drained ended with {code}")
