@@ -157,10 +157,10 @@ async def clients(url: str, requests: Iterator[Asked], outcome: Outcome, seed: i
 
 
 async def disturb(fleet: Any, outcome: Outcome, requests: int, every_s: float) -> None:
-    """Cause a fault every so many seconds, until cancelled; a worker that does not end as it should is noted."""
-    rng = random.Random(2)
-    for turn in range(1 << 20):
-        began_s = time.monotonic()
+    """Cause a fault every so many seconds, until all requests have ended; a worker that does not end as it should is noted."""
+    rng, turn = random.Random(2), -1
+    while outcome.done < requests:
+        began_s, turn = time.monotonic(), turn + 1
         fault, working = FAULTS[turn % len(FAULTS)], [one for one in fleet.workers[1:] if one.instance() is not None]
         worker = rng.choice(working or fleet.workers[1:])  # one that has just been started may be killed, but it cannot be drained
         if fault == "frontend" and outcome.done > requests / 2:
@@ -178,7 +178,8 @@ async def disturb(fleet: Any, outcome: Outcome, requests: int, every_s: float) -
         else:
             (fleet.frontend if fault == "frontend" else worker).restart()
         outcome.faults[fault] += 1
-        await asyncio.sleep(max(0.0, every_s - (time.monotonic() - began_s)))
+        while outcome.done < requests and time.monotonic() - began_s < every_s:
+            await asyncio.sleep(0.5)
 
 
 async def follow(fleet: Any, outcome: Outcome) -> None:
@@ -193,13 +194,9 @@ async def soak(fleet: Any, asked: Sequence[Asked], requests: int, every_s: float
     """Put a fleet under load and faults; returns what became of the requests, and the seconds."""
     rng, outcome, began_s = random.Random(1), Outcome(), time.monotonic()
     left = iter([rng.choice(asked) for _ in range(requests)])
-    beside = [asyncio.create_task(disturb(fleet, outcome, requests, every_s)), asyncio.create_task(follow(fleet, outcome))]
-    await asyncio.gather(*(clients(fleet.url, left, outcome, seed) for seed in range(CLIENTS)))
-    for task in beside:
-        task.cancel()
-    for ended in await asyncio.gather(*beside, return_exceptions=True):
-        if not isinstance(ended, asyncio.CancelledError):
-            outcome.wrong.append(f"the soak itself failed: {ended!r}")
+    following = asyncio.create_task(follow(fleet, outcome))
+    await asyncio.gather(disturb(fleet, outcome, requests, every_s), *(clients(fleet.url, left, outcome, seed) for seed in range(CLIENTS)))
+    following.cancel()
     return outcome, time.monotonic() - began_s
 
 
