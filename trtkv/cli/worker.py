@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -85,5 +86,5 @@ def worker(
     meeting = Meeting.of(disaggregation_mode, handoff, handoff_transport)
     card = write_card(engine, manifest, weights)
     with progress(name) as report:
-        run_worker(Settings(engine, name, card, options, queue, meeting, report), dynamo)
+        run_worker(Settings(engine, name, card, options, queue, meeting, report), dynamo, partial(notes.print, markup=False))
     notes.print(f"{name} was stopped", markup=False)

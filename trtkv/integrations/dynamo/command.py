@@ -5,16 +5,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-from collections.abc import Sequence
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
-from trtkv.errors import ConfigError
+from trtkv.errors import ConfigError, EngineError, TrtkvError
 
 if TYPE_CHECKING:
     from trtkv.integrations.dynamo.settings import Settings
 
 PACKAGES = {"dynamo": "ai-dynamo"}
 INSTALL = "pip install 'trtkv[dynamo]' && pip install --no-deps ai-dynamo==1.6.1"
+ANSWERS_S = 1.0  # that an address of etcd has to answer
 
 
 def check_installed() -> None:
@@ -28,14 +35,54 @@ def check_installed() -> None:
         raise ConfigError(f"a Dynamo worker needs the package {PACKAGES.get(package, package)}", f"Install it: {INSTALL}.") from None
 
 
-def run_worker(settings: Settings, flags: Sequence[str]) -> None:
-    """Serve an engine until SIGTERM; flags are Dynamo's. Raises ConfigError for those that it does not know."""
+def run_worker(settings: Settings, flags: Sequence[str], say: Callable[[str], None]) -> None:
+    """Serve an engine until SIGTERM or Ctrl-C; flags are Dynamo's, `say` is told what a user should know.
+
+    Raises ConfigError for flags that Dynamo does not know and where the worker may not join, EngineError where it ends by itself.
+    """
     import uvloop
     from dynamo.common.backend.worker import Worker as Driver
 
     from trtkv.integrations.dynamo.engine import Worker
+    from trtkv.integrations.dynamo.peers import check_peers
 
-    uvloop.run(Driver(Worker(settings), worker_config(settings, flags)).run())
+    config = worker_config(settings, flags)
+    worker = Worker(settings, partial(check_peers, config, str(settings.card)), files=config.discovery_backend == "file")
+    asked = threading.Event()
+
+    def stop(sign: int, frame: object) -> None:
+        asked.set()
+        worker.stop()
+
+    if config.discovery_backend == "etcd" and (address := _unreachable()):
+        say(f"no etcd answers at {address}; waiting for it. Without etcd add --discovery-backend file, or kubernetes.")
+    for sign in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(sign, stop)  # Dynamo's own handler, which drains the worker, calls this one first
+    try:
+        uvloop.run(Driver(worker, config).run())
+    except Exception as error:
+        raise worker.failure or _refused(str(error)) from error
+    if worker.failure is not None:
+        raise worker.failure
+    if not asked.is_set():
+        raise EngineError("Dynamo has ended this worker, as it does when etcd has forgotten it", "Start it again; its log says more.")
+
+
+def _refused(reason: str) -> TrtkvError:
+    """Return what Dynamo's runtime raised, which ends in a reason, as one line."""
+    if "a different model" in reason:
+        return ConfigError(reason.partition("attach: ")[2] or reason, "Give this one a --namespace or an --endpoint of its own.")
+    return ConfigError(f"Dynamo's runtime did not start: {reason}", "Check --discovery-backend, --request-plane, --event-plane and their addresses.")
+
+
+def _unreachable() -> str:
+    """Return etcd's addresses where nothing listens at any of them."""
+    addresses = os.environ.get("ETCD_ENDPOINTS") or "http://localhost:2379"
+    for one in addresses.split(","):
+        parts = urlsplit(one if "//" in one else f"//{one}")
+        with contextlib.suppress(OSError, ValueError), socket.create_connection((parts.hostname or "localhost", parts.port or 2379), ANSWERS_S):
+            return ""
+    return addresses
 
 
 def worker_config(settings: Settings, flags: Sequence[str]) -> Any:
@@ -47,19 +94,18 @@ def worker_config(settings: Settings, flags: Sequence[str]) -> Any:
 
     parser = argparse.ArgumentParser(prog="trtkv serve --dynamo", add_help=False, exit_on_error=False, allow_abbrev=False)
     DynamoRuntimeArgGroup().add_arguments(parser)
-    said = io.StringIO()
+    said, mode = io.StringIO(), settings.meeting.mode
     try:
         with contextlib.redirect_stderr(said):
             own = DynamoRuntimeConfig.from_cli_args(parser.parse_args(list(flags)))
             own.validate()
+        place = {"component": "prefill" if mode == "prefill" else "backend"}
+        if own.endpoint is not None:
+            place = dict(zip(("namespace", "component", "endpoint"), parse_endpoint(own.endpoint), strict=True))
     except (SystemExit, argparse.ArgumentError, ValueError) as error:
         lines = said.getvalue().strip().splitlines()
         reason = lines[-1].partition("error: ")[2] if lines else str(error)
         raise ConfigError(f"Dynamo does not take these flags: {reason}", "See trtkv serve --dynamo --help.") from None
-    mode = settings.meeting.mode
-    place = {"component": "prefill" if mode == "prefill" else "backend"}
-    if own.endpoint is not None:
-        place = dict(zip(("namespace", "component", "endpoint"), parse_endpoint(own.endpoint), strict=True))
     return WorkerConfig.from_runtime_config(
         own, model_name=str(settings.card), served_model_name=settings.name, disaggregation_mode=DisaggregationMode(mode), **place
     )

@@ -3,46 +3,54 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
+import signal
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from dynamo.common.backend.engine import EngineConfig, LLMEngine, LlmRegistration
 from dynamo.common.backend.health_check import build_health_check_payload
 from dynamo.common.backend.metrics import register_engine_registry
 from dynamo.common.backend.publisher import ComponentSnapshot, PushSource
-from dynamo.llm.exceptions import EngineShutdown, HttpError, InvalidArgument
 
-from trtkv.errors import ConfigError, RequestError, TrtkvError
+from trtkv.errors import ConfigError, EngineError, TrtkvError
 from trtkv.integrations.dynamo import requests
 from trtkv.integrations.dynamo.apart import Apart
 from trtkv.integrations.dynamo.events import PageEvents, shared_pages
+from trtkv.integrations.dynamo.peers import KEY
+from trtkv.integrations.dynamo.refusals import refusals
+from trtkv.integrations.dynamo.registration import Registration
 from trtkv.integrations.dynamo.settings import Settings
 from trtkv.integrations.dynamo.traces import Trace
 from trtkv.runtime.batcher import Event
 from trtkv.runtime.llm import LLM
 from trtkv.serve.backend import Facts, LocalAnswer, LocalBackend
-from trtkv.serve.errors import Unavailable, status_of
 from trtkv.serve.metrics import Prometheus
 
 LOAD_S = 0.1  # between two reports of the load
 LIMIT, LIMIT_S = "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", 30.0  # from SIGTERM's grace period on: then Dynamo ends the process
 MARGIN_S = 5.0  # of it, to refuse what is left, which the frontend may send elsewhere, and to close
+KNOWN_S = 1.0  # between two looks whether the worker is known
 
 
 class Worker(LLMEngine):
     """Answers the frontend's requests with one engine, and tells the router which pages it shares and how full it is."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Open nothing yet."""
-        self._settings = settings
+    def __init__(self, settings: Settings, check: Callable[[], None], *, files: bool) -> None:
+        """Open nothing yet; `check` raises what forbids this worker to join, and with `files` workers find each other through files.
+
+        failure: why the worker ended by itself.
+        """
+        self._settings, self._check, self._files = settings, check, files
+        self.failure: TrtkvError | None = None
+        self._ending = False
         self._llm: LLM | None = None
         self._backend: LocalBackend | None = None
         self._apart: Apart | None = None
         self._events: PageEvents | None = None
         self._load: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._loads: Any = None
         self._metrics = Prometheus()
 
@@ -54,14 +62,21 @@ class Worker(LLMEngine):
     async def start(self, worker_id: int) -> EngineConfig:
         """Open the engine and put its thread to work."""
         own = self._settings
-        self._llm = llm = await asyncio.to_thread(lambda: LLM(own.directory, **own.options, warm=True, progress=own.progress))
+        try:
+            await asyncio.to_thread(self._check)
+            self._llm = llm = await asyncio.to_thread(lambda: LLM(own.directory, **own.options, warm=True, progress=own.progress))
+        except TrtkvError as error:
+            self.failure = error
+            raise
         manifest, limits = llm.engine.manifest, llm.engine.manifest.limits
         self._backend = LocalBackend(llm, Facts.of(own.name, manifest, int(time.time())), self._metrics, own.queue)
         self._apart = Apart(own.meeting, llm, self._backend)
         self._load = asyncio.create_task(self._report_load())
+        self._watch = asyncio.create_task(self._end_alone(Registration(worker_id) if self._files else None))
         return EngineConfig(
             model=str(own.card),
             served_model_name=own.name,
+            runtime_data={KEY: str(own.card)},
             llm=LlmRegistration(
                 context_length=limits.max_seq_len,
                 kv_cache_block_size=manifest.cache.page_size,
@@ -74,7 +89,7 @@ class Worker(LLMEngine):
     async def generate(self, request: Mapping[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
         """Yield the chunks of a request's answers as they come, until it is stopped."""
         assert self._backend is not None and self._apart is not None, "no request comes before start"
-        with _refused():
+        with refusals():
             tokens = requests.one_prompt(request)
             trace = Trace(context, self._settings.name, len(tokens))
             asked = requests.sampling_of(request, self._backend.facts.limits.max_seq_len, self._defaults())
@@ -91,7 +106,7 @@ class Worker(LLMEngine):
                 trace.token(answer)
                 for event in events:
                     if event.error is not None:
-                        with _refused():
+                        with refusals():
                             raise event.error
                     chunk = requests.chunk_of(event, asked[event.request])
                     counts[event.request] += len(chunk["token_ids"])
@@ -115,13 +130,14 @@ class Worker(LLMEngine):
         """End what is left and close the engine."""
         if self._events is not None:
             self._events.close()
-        if self._load is not None:
-            self._load.cancel()
-        if self._apart is not None:
-            self._apart.close()
+        for task in (self._load, self._watch):
+            if task is not None:
+                task.cancel()
         backend, self._backend = self._backend, None
         if backend is not None:
             await backend.close(_drain_s())
+        if self._apart is not None:  # until here others fetch what was read for them
+            self._apart.close()
 
     async def kv_event_sources(self) -> list[PushSource]:
         """Announce shared pages, where the engine's cache shares any."""
@@ -158,6 +174,24 @@ class Worker(LLMEngine):
         assert self._llm is not None
         return self._llm.tokenizer.sampling if self._llm.tokenizer is not None else {}
 
+    def stop(self) -> None:
+        """Note that the worker was asked to end, whereupon Dynamo drains it."""
+        self._ending = True
+
+    async def _end_alone(self, registration: Registration | None) -> None:
+        """End a worker that cannot serve any more, so that what watches over processes starts it again."""
+        assert self._backend is not None
+        service = self._backend.service
+        while not self._ending:
+            await asyncio.sleep(KNOWN_S)
+            if service.broken:
+                self.failure = EngineError(f"the engine is broken: {service.broken}", "Start the worker again; its log says more.")
+            elif registration is not None and registration.lost and not self._ending:
+                self.failure = EngineError("the frontend has forgotten this worker, which stood still for too long", "Start it again.")
+            if self.failure is not None and not self._ending:
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
     async def _report_load(self) -> None:
         """Say how many pages are taken, as long as the worker runs."""
         assert self._llm is not None
@@ -189,16 +223,3 @@ async def _next(answer: LocalAnswer, stopped: asyncio.Future[Any]) -> list[Event
         return waiting.result()
     waiting.cancel()
     return []
-
-
-@contextlib.contextmanager
-def _refused() -> Iterator[None]:
-    """Say what a request is refused for as Dynamo does: what another worker may take moves there."""
-    try:
-        yield
-    except Unavailable as error:
-        raise EngineShutdown(str(error)) from None
-    except RequestError as error:  # the only kind whose text reaches the client
-        raise InvalidArgument(str(error)) from None
-    except TrtkvError as error:
-        raise HttpError(status_of(error), str(error)) from None
