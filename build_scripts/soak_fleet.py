@@ -222,13 +222,19 @@ def record(outcome: Outcome, requests: int, workers: int, seconds: float) -> dic
             outcome.wrong.append(f"the memory of the {name} rose by {rises[name]} bytes from the third to the fourth quarter")
     if outcome.done != requests:
         outcome.wrong.append(f"{requests} requests, but {outcome.done} ends")
-    sizes = {f"{name}_{when}_bytes": memory[at][1] for name, memory in outcome.memory.items() for when, at in (("first", 0), ("last", -1))}
+    sizes = {name: _eighths(memory, requests) for name, memory in outcome.memory.items()}
     return {
         "benchmark": "soak_fleet", "status": "wrong" if outcome.wrong else "ok", "requests": requests, "workers": workers, **outcome.ends,
         "refusals": dict(outcome.refusals.most_common()), "faults": dict(outcome.faults), "seconds": round(seconds, 1),
-        "slowest_s": round(outcome.slowest_s, 1), **sizes, "rises_bytes": rises, "wrong_examples": outcome.wrong[:20],
+        "slowest_s": round(outcome.slowest_s, 1), "memory_bytes": sizes, "rises_bytes": rises, "wrong_examples": outcome.wrong[:20],
         "commit": commit(), "environment": environment(torch.device("cpu")),
     }  # fmt: skip
+
+
+def _eighths(memory: Sequence[tuple[int, int]], requests: int) -> list[int]:
+    """Return the median size in each eighth of the requests."""
+    parts = [sorted(size for done, size in memory if 8 * done // (requests + 1) == part) for part in range(8)]
+    return [sizes[len(sizes) // 2] if sizes else 0 for sizes in parts]
 
 
 def show(found: dict[str, Any]) -> None:
@@ -237,9 +243,8 @@ def show(found: dict[str, Any]) -> None:
                 [[str(found[name]) for name in ("requests", "answered", "answered_later", "refused", "left", "hung", "wrong")]])  # fmt: skip
     print_table(["fault", "times"], [[name, str(count)] for name, count in found["faults"].items()])
     print_table(["attempts refused with", "times"], [[name[:60], str(count)] for name, count in found["refusals"].items()])
-    rows = [[name, *(f"{found[f'{name}_{when}_bytes'] / 2**20:.0f}" for when in ("first", "last")), f"{rise / 2**20:+.1f}"]
-            for name, rise in found["rises_bytes"].items()]  # fmt: skip
-    print_table(["MiB", "first", "last", "3rd to 4th quarter"], rows)
+    rows = [[name, *(f"{size / 2**20:.0f}" for size in sizes)] for name, sizes in found["memory_bytes"].items()]
+    print_table(["MiB, by eighths", *"12345678"], rows)
     print(f"{found['seconds']} s, slowest attempt {found['slowest_s']} s: {found['status']}")
     for line in found["wrong_examples"]:
         print(f"  {line[:78]}")
