@@ -165,7 +165,8 @@ def open_transports(wanted: str) -> list[Transport]:
     except Exception as error:  # noqa: BLE001 (an optional library that is broken is one that is not there)
         problem = " ".join(str(error).split())[:200]
         if wanted == "nixl":
-            raise ConfigError(f"nixl cannot be used here: {problem}", "Install it (pip install 'trtkv[nixl]'), or leave the transport at auto.") from None
+            fix = "Install it (pip install 'trtkv[nixl]'), or leave the transport at auto."
+            raise ConfigError(f"nixl cannot be used here: {problem}", fix) from None
         log.warning("nixl cannot be used here, prompts go over tcp: %s", problem)
         return [Tcp()]
 
