@@ -18,8 +18,8 @@ WIDTH = 150
 TITLE = "## What routing brings"
 SETTINGS = ("one worker", "random", "round-robin", "kv", "kv, prompts x4")
 MEASURED = (
-    "{clients} clients hold {talks} conversations of {turns} turns that share {groups} system prompts, with {model}{where}. Two runs of `kv` differ by "
-    "{apart:.0%} in tokens/s and {points:.0f} points in the hit rate. *prompts x4* is `--router-prefill-load-scale 4` ({facts}, "
+    "{clients} clients hold {talks} conversations of {turns} turns that share {groups} system prompts, with {model}{where}. Two runs of `kv` differ "
+    "by {apart:.0%} in tokens/s and {points:.0f} points in the hit rate. *prompts x4* is `--router-prefill-load-scale 4` ({facts}, "
     "`build_scripts/bench_fleet.py`)."
 )
 CORES = " on {cores} CPU cores: one worker has all of them, {workers} workers share them, so that routing saves computed prompts and adds no cores"
@@ -27,8 +27,9 @@ CARDS = " on {workers} workers with a GPU each, beside one worker"
 SIMULATED = (
     "**Simulated, not measured**: Dynamo's router in its own replay, with engines that take the step times of {model} (`full`) measured on an "
     "{machine}, fitted within {error:.1%}. For each GPU {per_s:g} conversations of {turns} turns begin in a second, of {groups} system prompts with "
-    "{tokens:,} tokens; figures are of seconds {warm_s:g} to {until_s:g} from empty caches of {small} GiB. With caches twice as large {most} GPUs "
-    "find {larger}. Policies that encode or evict share no pages: their smaller ones give a router nothing (`build_scripts/simulate_fleet.py`)."
+    "{tokens:,} tokens; figures are of seconds {warm_s:g} to {until_s:g} from empty caches of {small} GiB. At {most} GPUs prompts find {found} of "
+    "their tokens; with caches twice as large {larger}. Policies that encode or evict share no pages: their smaller ones give a router nothing "
+    "(`build_scripts/simulate_fleet.py`)."
 )
 CHECKED = (
     "Simulated like that, the measured fleet has hit rates within {hits:.0f} points, and {least} to {most} times its median time to a first token.\n"
@@ -102,8 +103,10 @@ def simulated(records: Sequence[Record]) -> str:
     larger = " and ".join(f"{two['hit_rate']:.0%} ({two['router']})" for two in twice if two)
     error, machine = one["steps"]["largest_error"], one["steps"]["machine"].removeprefix("NVIDIA ")
     whole = {**one["load"], "tokens": one["load"]["system"] * 64, "model": one["model"], "machine": machine, "error": error}
+    routers = {router: one["hit_rate"] for router in COLOURS for one in [at.get((most, small, router))] if one}
+    found = ", ".join(f"{rate:.0%} ({router})" for router, rate in routers.items())
     image = f"![Simulated: hit rate, first token and throughput of {least} to {most} GPUs](routing.svg)"
-    return f"{image}\n\n" + wrapped(SIMULATED.format(**whole, most=most, small=small, larger=larger))
+    return f"{image}\n\n" + wrapped(SIMULATED.format(**whole, most=most, small=small, found=found, larger=larger))
 
 
 def checked(records: Sequence[Record]) -> str:
