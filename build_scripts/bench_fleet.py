@@ -57,7 +57,7 @@ def main() -> int:
             talks, rows = draw(shape), []
             if not own.engine:
                 append_records(own.results, [measure_steps(engine, own)])
-            for setting in (*own.settings, own.settings[0]):
+            for setting in (*own.settings, *own.settings[:1]):
                 figures, outcome = measure(setting, engine, talks, shape, own)
                 failed |= any(one.error for one in outcome.turns)
                 report(setting, figures, outcome, talks, engine, own)
@@ -65,6 +65,8 @@ def main() -> int:
     except (TrtkvError, AssertionError) as error:
         print(f"bench_fleet: {error}", file=sys.stderr)
         return 1
+    if not rows:
+        return 0
     print_table(COLUMNS, [[name, f"{rate:.1%}", computed, *map(str, rest)] for name, rate, computed, *rest in rows])
     print(
         f"spread of {own.settings[0]}: "
@@ -81,7 +83,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--policy", default="full")
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--settings", nargs="+", choices=list(ROUTERS), default=list(ROUTERS))
+    parser.add_argument("--settings", nargs="*", choices=list(ROUTERS), default=list(ROUTERS), help="none: only steps are timed")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--conversations", type=int, default=24)
     parser.add_argument("--turns", type=int, default=5)

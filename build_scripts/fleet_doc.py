@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
 from performance_rows import Record, facts, newest, table
 
 from trtkv.bench.records import read_records
-from trtkv.bench.report import cell, save
+from trtkv.bench.report import save
 
 ROOT = Path(__file__).parent.parent
 RECORDS, PAGE, PLOT = ROOT / "engines" / "fleet.jsonl", ROOT / "docs" / "fleet.md", ROOT / "docs" / "routing.svg"
+WIDTH = 150
 TITLE = "## What routing brings"
 SETTINGS = ("one worker", "random", "round-robin", "kv", "kv, prompts x4")
-MEASURED = """{clients} clients hold {talks} conversations of {turns} turns that share {groups} system prompts, with {model}{where}. Two runs of `kv`
-differ by {apart:.0%} in tokens/s and {points:.0f} points in the hit rate. *prompts x4* is `--router-prefill-load-scale 4` ({facts},
-`build_scripts/bench_fleet.py`).
-"""
+MEASURED = (
+    "{clients} clients hold {talks} conversations of {turns} turns that share {groups} system prompts, with {model}{where}. Two runs of `kv` differ "
+    "by {apart:.0%} in tokens/s and {points:.0f} points in the hit rate. *prompts x4* is `--router-prefill-load-scale 4` ({facts}, "
+    "`build_scripts/bench_fleet.py`)."
+)
 CORES = " on {cores} CPU cores: one worker has all of them, {workers} workers share them, so that routing saves computed prompts and adds no cores"
 CARDS = " on {workers} workers with a GPU each, beside one worker"
-SIMULATED = """![Simulated: hit rate, first token and throughput of {least} to {most} GPUs](routing.svg)
-
-**Simulated, not measured**: Dynamo's router in its own replay, with engines that take the step times of {model} (`full`) measured on an {machine},
-fitted within {error:.1%}. For each GPU {per_s:g} conversations of {turns} turns begin in a second, of {groups} system prompts with {tokens:,} tokens;
-figures are of seconds {warm_s:g} to {until_s:g} from empty caches of {small} GiB. With caches twice as large {most} GPUs find {larger}. Policies that
-encode or evict share no pages: their smaller ones give a router nothing (`build_scripts/simulate_fleet.py`)."""
+SIMULATED = (
+    "**Simulated, not measured**: Dynamo's router in its own replay, with engines that take the step times of {model} (`full`) measured on an "
+    "{machine}, fitted within {error:.1%}. For each GPU {per_s:g} conversations of {turns} turns begin in a second, of {groups} system prompts with "
+    "{tokens:,} tokens; figures are of seconds {warm_s:g} to {until_s:g} from empty caches of {small} GiB. At {most} GPUs prompts find {found} of "
+    "their tokens; with caches twice as large {larger}. Policies that encode or evict share no pages: their smaller ones give a router nothing "
+    "(`build_scripts/simulate_fleet.py`)."
+)
 CHECKED = (
     "Simulated like that, the measured fleet has hit rates within {hits:.0f} points, and {least} to {most} times its median time to a first token.\n"
 )
@@ -56,24 +60,36 @@ def section(records: Sequence[Record]) -> str:
 
 def measured(records: Sequence[Record]) -> str:
     """Write a table for every machine and model that a fleet was measured with."""
-    every = [one for one in records if one["benchmark"] == "fleet"]
-    places = dict.fromkeys((one["environment"]["machine"], one["model"]) for one in every)
-    return "\n".join(measured_at([one for one in every if (one["environment"]["machine"], one["model"]) == place]) for place in places)
+    runs: dict[tuple[str, str], dict[str, list[Record]]] = {}
+    for one in (one for one in records if one["benchmark"] == "fleet"):
+        runs.setdefault((one["environment"]["machine"], one["model"]), {}).setdefault(one["commit"], []).append(one)
+    return "\n".join(measured_at(min(every.values(), key=noise), [one for run in every.values() for one in run]) for every in runs.values())
 
 
-def measured_at(every: Sequence[Record]) -> str:
-    """Write the table of one machine and model."""
-    own = {one["setting"]: one for one in newest(every, "setting")}
+def noise(run: Sequence[Record]) -> float:
+    """Return by how much the two runs of `kv` differ in tokens/s: of several times that all was measured, that with the least noise counts."""
+    first, last = [one["tokens_per_s"] for one in run if one["setting"] == "kv"][-2:]
+    return float(abs(first - last) / last)
+
+
+def measured_at(every: Sequence[Record], others: Sequence[Record]) -> str:
+    """Write the table of one machine and model; what was only measured another time has no times."""
+    own, before = ({one["setting"]: one for one in newest(run, "setting")} for run in (every, others))
     rows = []
-    for one in (own[setting] for setting in SETTINGS if setting in own):
+    for one in (before[setting] for setting in SETTINGS if setting in before):
+        one = own.get(one["setting"], {**one, "ttft_p50_s": None, "tokens_per_s": None})
         rows.append([one["setting"], f"{one['hit_rate']:.0%}", one["computed_tokens"], one["ttft_p50_s"], one["tokens_per_s"]])
     first, last = [one for one in every if one["setting"] == "kv"][-2:]
     changes = {
-        "talks": len(last["groups_of"]), "points": abs(first["hit_rate"] - last["hit_rate"]) * 100, "facts": facts(list(own.values())),
-        "apart": abs(first["tokens_per_s"] - last["tokens_per_s"]) / last["tokens_per_s"],
+        "talks": len(last["groups_of"]), "points": abs(first["hit_rate"] - last["hit_rate"]) * 100, "facts": facts(list({**before, **own}.values())),
+        "apart": noise(every),
         "where": (CORES if "CPU" in last["environment"]["machine"] else CARDS).format(**last),
     }  # fmt: skip
-    return MEASURED.format(**{**last, **changes}) + "\n" + table(["router", "hit rate", "computed", "first token p50, s", "tokens/s"], rows, 1)
+    return (
+        wrapped(MEASURED.format(**{**last, **changes}))
+        + "\n\n"
+        + table(["router", "hit rate", "computed", "first token p50, s", "tokens/s"], rows, 1)
+    )
 
 
 def simulated(records: Sequence[Record]) -> str:
@@ -88,7 +104,10 @@ def simulated(records: Sequence[Record]) -> str:
     larger = " and ".join(f"{two['hit_rate']:.0%} ({two['router']})" for two in twice if two)
     error, machine = one["steps"]["largest_error"], one["steps"]["machine"].removeprefix("NVIDIA ")
     whole = {**one["load"], "tokens": one["load"]["system"] * 64, "model": one["model"], "machine": machine, "error": error}
-    return SIMULATED.format(**whole, least=least, most=most, small=small, larger=larger)
+    routers = {router: one["hit_rate"] for router in COLOURS for one in [at.get((most, small, router))] if one}
+    found = ", ".join(f"{rate:.0%} ({router})" for router, rate in routers.items())
+    image = f"![Simulated: hit rate, first token and throughput of {least} to {most} GPUs](routing.svg)"
+    return f"{image}\n\n" + wrapped(SIMULATED.format(**whole, most=most, small=small, found=found, larger=larger))
 
 
 def checked(records: Sequence[Record]) -> str:
@@ -97,8 +116,12 @@ def checked(records: Sequence[Record]) -> str:
     if not own:
         return ""
     hits = max(abs(one["hit_rate"] - one["measured"]["hit_rate"]) for one in own) * 100
-    ratios = sorted(one["ttft_p50_s"] / one["measured"]["ttft_p50_s"] for one in own)
-    return CHECKED.format(hits=hits, least=cell(ratios[0]), most=cell(ratios[-1]))
+    return "\n" + wrapped(CHECKED.format(hits=hits)) + "\n"
+
+
+def wrapped(text: str) -> str:
+    """Break a paragraph into lines."""
+    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def plot(records: Sequence[Record], file: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import logging
@@ -60,8 +61,8 @@ class Ends:
         self.engine = open_engine(path, Options(device="cpu"))
         there = open_engine(path, Options(device="cpu"))
         if sequences is not None:
-            plan, count = there.cache.plan, there.cache.count
-            room = int(plan.pages(LIMITS["max_seq_len"]) * sequences) * count.page + 3 * count.slot
+            count = there.cache.count
+            room = int(count.reserved(LIMITS["max_seq_len"]) * sequences) + 3 * count.slot
             there = open_engine(path, Options(device="cpu", cache_bytes=room, swap_bytes=swap_bytes))
         self.first, self.second = Batcher(self.engine, None, ahead=False), Batcher(there, None, ahead=False)
         self.offers = Handoffs(self.first, transport="tcp", **how)
@@ -114,9 +115,9 @@ def pair(plain: Path) -> Iterator[Ends]:
 
 def test_a_full_decode_engine_lets_prompts_wait(path: Path) -> None:
     ends = Ends(path, sequences=1.5)
-    want = [answer(ends.engine, prompt(90, seed), greedy(60)) for seed in range(6)]
-    calls = [ends.over(prompt(90, seed), greedy(60)) for seed in range(6)]  # more than there are slots, and pages
-    assert len(ends.second.scheduler.waiting) == 6 and not ends.second.scheduler.running
+    want = [answer(ends.engine, prompt(80, seed), greedy(20)) for seed in range(5)]
+    calls = [ends.over(prompt(80, seed), greedy(20)) for seed in range(5)]  # more than there are slots, and pages
+    assert len(ends.second.scheduler.waiting) == 5 and not ends.second.scheduler.running
     assert all(len(call.events) == 1 for call in calls), "the first token is there before there is room"
     finish(ends.second)
     assert [answered(call) for call in calls] == want
@@ -126,9 +127,9 @@ def test_a_full_decode_engine_lets_prompts_wait(path: Path) -> None:
 
 @pytest.mark.parametrize(("policy", "swap_bytes"), [("full", None), ("full", 0), ("freekv", None)])
 def test_a_sequence_is_preempted_after_it_came(policy: str, swap_bytes: int | None, llama: TinyModel, tmp_path: Path) -> None:
-    ends = Ends(made(llama.path, policy, tmp_path / "engine"), sequences=1.5, swap_bytes=swap_bytes)
-    want = [answer(ends.engine, prompt(90, seed), greedy(150)) for seed in range(2)]
-    calls = [ends.over(prompt(90, seed), greedy(150)) for seed in range(2)]
+    ends = Ends(made(llama.path, policy, tmp_path / "engine"), sequences=1.0, swap_bytes=swap_bytes)
+    want = [answer(ends.engine, prompt(90, seed), greedy(70)) for seed in range(2)]
+    calls = [ends.over(prompt(90, seed), greedy(70)) for seed in range(2)]
     until(ends.second, lambda: ends.second.scheduler.preemptions)
     high = ends.second.submit([prompt(20, 9)], [greedy(5)], priority=1)
     finish(ends.second)
@@ -146,7 +147,7 @@ def test_pages_that_are_here_already_leave_when_others_need_them(plain: Path) ->
     finish(ends.second)
     sent = ends.offers.sent
     fetched = ends.others.fetch(ends.read(first, greedy(20)), first)
-    assert ends.offers.sent - sent < sent / 4 and list(ends.second.scheduler.parcels) == [fetched], "only the last page had to be sent"
+    assert ends.offers.sent - sent <= sent / 4 and list(ends.second.scheduler.parcels) == [fetched], "only the last page had to be sent"
     other = ends.second.submit([long], [greedy(180)])
     finish(ends.second)  # which takes almost all pages
     assert not ends.second.scheduler.parcels
@@ -314,10 +315,11 @@ def test_what_is_no_engine_of_ours_is_survived(pair: Ends) -> None:
     offer = pair.read(prompt(40, 1), greedy(3))
     for data in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, (4).to_bytes(4, "little") + b"null", (2).to_bytes(4, "little") + b"{}"):
         with socket.create_connection(("127.0.0.1", pair.offers.port)) as link:
-            link.sendall(data)
-            link.shutdown(socket.SHUT_WR)
-            while link.recv(1000):
-                pass
+            with contextlib.suppress(OSError):
+                link.sendall(data)
+                link.shutdown(socket.SHUT_WR)
+                while link.recv(1000):
+                    pass
     with pytest.raises(Broken, match="cannot be reached"):
         pair.others.fetch({**offer, "port": 1}, prompt(40, 1))
     pair.others.fetch(offer, prompt(40, 1)).close()

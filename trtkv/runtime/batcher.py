@@ -59,7 +59,7 @@ class Event:
 class Call:
     """Prompts that were submitted together: events are those not yet taken, wake is called whenever there are more.
 
-    keep says which of them end with their first token, listed in firsts, and are kept for another engine, in kept unless their answer ended with it.
+    keep says which of them, where they end with their first token, are kept for another engine unless their answer has ended: firsts are the tokens.
     """
 
     params: Sequence[SamplingParams]
@@ -132,7 +132,7 @@ class Batcher:
         With keep they end with their first token, and what is stored of them waits for `Handoffs.offer`. fetched is what another engine has stored of
         a single prompt; it is closed whatever happens.
         """
-        kept = [keep and one.max_tokens > 1 for one in params]
+        kept = [one.max_tokens > 1 for one in params] if keep else []
         if keep:
             params = [one.model_copy(update={"max_tokens": 1}) for one in params]
         try:
@@ -338,9 +338,9 @@ class Batcher:
             matcher.push(token)
             if matcher.ended:
                 text, reason = text if reason else text + call.checkers[one.request].flush(), "stop"
-        if call.keep[one.request]:
+        if call.keep:
             call.firsts[one.request] = First(token, logprob, top)
-            if reason == "length":
+            if reason == "length" and call.keep[one.request]:
                 self._keep(one, call)
         call.events.append(Event(one.request, token, text, logprob, reason, top))
         if reason is not None:

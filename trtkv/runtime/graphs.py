@@ -7,8 +7,9 @@ in which every sequence is short enough to be read whole: they select nothing; a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -114,7 +115,7 @@ def capture(step: Callable[[], Tensor], device: torch.device, pool: Any) -> tupl
 
 def _capture(step: Callable[[], Tensor], device: torch.device, pool: Any) -> tuple[Callable[[], None], Tensor]:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(_capture_stream(device)):
+    with torch.cuda.stream(_capture_stream(device)), _nothing_collected():
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         try:
             logits = step()
@@ -124,6 +125,18 @@ def _capture(step: Callable[[], Tensor], device: torch.device, pool: Any) -> tup
             raise
         graph.capture_end()
     return graph.replay, logits
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Keep the collector from freeing graphs, events and pinned memory of others in this thread, which would break the capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @cache
