@@ -65,12 +65,12 @@ class Worker(LLMEngine):
         try:
             await asyncio.to_thread(self._check)
             self._llm = llm = await asyncio.to_thread(lambda: LLM(own.directory, **own.options, warm=True, progress=own.progress))
+            manifest, limits = llm.engine.manifest, llm.engine.manifest.limits
+            self._backend = LocalBackend(llm, Facts.of(own.name, manifest, int(time.time())), self._metrics, own.queue)
+            self._apart = Apart(own.meeting, llm, self._backend)
         except TrtkvError as error:
             self.failure = error
             raise
-        manifest, limits = llm.engine.manifest, llm.engine.manifest.limits
-        self._backend = LocalBackend(llm, Facts.of(own.name, manifest, int(time.time())), self._metrics, own.queue)
-        self._apart = Apart(own.meeting, llm, self._backend)
         self._load = asyncio.create_task(self._report_load())
         self._watch = asyncio.create_task(self._end_alone(Registration(worker_id) if self._files else None))
         return EngineConfig(
@@ -133,9 +133,8 @@ class Worker(LLMEngine):
         for task in (self._load, self._watch):
             if task is not None:
                 task.cancel()
-        backend, self._backend = self._backend, None
-        if backend is not None:
-            await backend.close(_drain_s())
+        if self._backend is not None:  # which tells what still comes to go elsewhere
+            await self._backend.close(_drain_s())
         if self._apart is not None:  # until here others fetch what was read for them
             self._apart.close()
 
