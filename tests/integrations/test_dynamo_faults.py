@@ -245,4 +245,4 @@ def test_flags_that_dynamo_does_not_take_are_named(flags: list[str], said: str, 
     from trtkv.integrations.dynamo.settings import Settings
 
     with pytest.raises(ConfigError, match=said):
-        worker_config(Settings(tmp_path, "tiny", tmp_path, {}, Queue(), Meeting("agg", "127.0.0.1", 0, "tcp")), "agg", flags)
+        worker_config(Settings(tmp_path, "tiny", tmp_path, {}, Queue(), Meeting("agg", "127.0.0.1", 0, "tcp")), flags)
