@@ -18,23 +18,32 @@ SETTING = "TRTKV_TENSORRT_INCLUDE"
 HEADER = "NvInferRuntime.h"
 HERE = Path(__file__).parent
 SOURCES = ("plugins.cpp", "session.cpp", "driver.cpp", "blob.cpp")
-FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-static-libstdc++", "-static-libgcc", "-s", "-ldl", "-Wl,-z,noexecstack")
+FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-static-libstdc++", "-static-libgcc", "-s", "-Wl,-z,noexecstack",
+         f"-Wl,--version-script={HERE / 'exports.map'}")  # fmt: skip
+
+
+def check() -> None:
+    """Raise BuildError where the compiler or a header is missing."""
+    _command()
 
 
 def compile_library(blob: bytes, out: Path) -> None:
     """Write the library of a blob; raises BuildError where the compiler or TensorRT's headers are missing, or it fails."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
-    if compiler is None:
-        raise BuildError("the native library needs a C++ compiler, and there is no g++", "Install g++, or name a compiler with CXX.")
-    folders = [HERE / "types", tensorrt_headers(), _cuda_headers()]
     with tempfile.TemporaryDirectory(prefix="trtkv-") as folder:
         tables = Path(folder) / "tables.bin"
         tables.write_bytes(blob)
-        words = [compiler, *(str(HERE / one) for one in SOURCES), f'-DTABLES="{tables}"', *(f"-isystem{one}" for one in folders), *FLAGS]
-        done = subprocess.run([*words, "-o", str(out)], capture_output=True, text=True)
+        words = [*_command(), *(str(HERE / one) for one in SOURCES), f'-DTABLES="{tables}"', *FLAGS, "-ldl", "-o", str(out)]
+        done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["it gave no reason"]
-        raise BuildError(f"the native library does not compile: {' '.join(lines[0].split())[:300]}", f"Check {compiler} and {SETTING}.")
+        raise BuildError(f"the native library does not compile: {' '.join(lines[0].split())[:300]}", f"Check {words[0]} and {SETTING}.")
+
+
+def _command() -> list[str]:
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise BuildError("the native library needs a C++ compiler, and there is no g++", "Install g++, or name a compiler with CXX.")
+    return [compiler, *(f"-isystem{one}" for one in (HERE / "types", tensorrt_headers(), _cuda_headers()))]
 
 
 def tensorrt_headers() -> Path:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import trtkv
 from plugins.device.spec import Binary, Spec
 from plugins.tensorrt.native.record import FLOAT, INTEGER, Call, Decode, Scratch, Step
-from trtkv.plan import CachePlan
 
 MAGIC = b"trtkv-1\0"
 OVERLAP, COOPERATIVE = 1, 2
@@ -50,7 +49,7 @@ def pack(decode: Decode, sms: Sequence[str], steps: Mapping[Kind, Sequence[Step]
     sizes = (plan.num_layers, plan.num_page_groups, decode.pages, decode.limits.max_batch_size, int(plan.kv_dtype == "float16"), int(decode.norms),
              config.num_q_heads, config.head_dim, len(plan.buffers), len(decode.first_layers))  # fmt: skip
     kinds = struct.pack(f"<{len(decode.kinds)}i", *decode.kinds)
-    return made.blob(texts, sizes, kinds, devices, plan)
+    return made.blob(texts, sizes, kinds, devices)
 
 
 def _nodes(step: Step) -> Iterator[tuple[Call, ...]]:
@@ -81,35 +80,25 @@ class _Sections:
     def text(self, text: str) -> int:
         return self.once(("text", text), lambda: self._append(self.texts, text.encode() + b"\0", 1))
 
-    def blob(self, texts: Sequence[int], sizes: Sequence[int], kinds: bytes, devices: bytes, plan: CachePlan) -> bytes:
-        """Put everything in one piece: header, sections at multiples of sixteen bytes, cubins."""
-        cubins, at = [], 0
+    def blob(self, texts: Sequence[int], sizes: Sequence[int], kinds: bytes, devices: bytes) -> bytes:
+        """Put everything in one piece: header, sections at multiples of sixteen bytes, cubins at multiples of 64."""
+        parts = [
+            (kinds, 4), (bytes(16 * len(self.cubins)), 16), (self.kernels, 24), (self.launches, 40), (self.arguments, 16), (self.programs, 8),
+            (self.nodes, 4), (self.scratch, 16), (self.steps, 16), (devices, 16), (self.texts, 1),
+        ]  # fmt: skip
+        blob, spans, places = bytearray(_HEADER.size), list[int](), b""
+        for part, width in parts:
+            spans += [_place(blob, part, 16), len(part) // width]
         for cubin in self.cubins:
-            cubins.append((at, len(cubin)))
-            at += -(-len(cubin) // 64) * 64
-        widths = {"kinds": 4, "binaries": 16, "kernels": 24, "launches": 40, "arguments": 16, "programs": 8, "nodes": 4, "scratch": 16, "steps": 16,
-                  "devices": 16, "texts": 1}  # fmt: skip
-        parts = {name: bytes(getattr(self, name, b"")) for name in widths} | {"kinds": kinds, "devices": devices}
-        parts["binaries"] = bytes(16 * len(cubins))
-        spans, end = [], _HEADER.size
-        for name, width in widths.items():
-            end = -(-end // 16) * 16
-            spans += [end, len(parts[name]) // width]
-            end += len(parts[name])
-        first = -(-end // 64) * 64
-        parts["binaries"] = b"".join(struct.pack("<2Q", first + start, size) for start, size in cubins)
-        blob = bytearray(first + at)
+            places += struct.pack("<2Q", _place(blob, cubin, 64), len(cubin))
+        blob[spans[2] : spans[2] + len(places)] = places
         blob[: _HEADER.size] = _HEADER.pack(MAGIC, *texts, *sizes, *spans)
-        for index, name in enumerate(widths):
-            blob[spans[2 * index] : spans[2 * index] + len(parts[name])] = parts[name]
-        for cubin, (start, _) in zip(self.cubins, cubins, strict=True):
-            blob[first + start : first + start + len(cubin)] = cubin
         return bytes(blob)
 
-    def once(self, key: Hashable, make: Iterator[int] | object) -> int:
+    def once(self, key: Hashable, make: Callable[[], int]) -> int:
         """Return where something lies, made at its first use."""
         if key not in self.known:
-            self.known[key] = make()  # type: ignore[operator]
+            self.known[key] = make()
         return self.known[key]
 
     def _add_nodes(self, step: Step) -> int:
@@ -148,6 +137,14 @@ class _Sections:
     def _append(section: bytearray, packed: bytes, width: int) -> int:
         section += packed
         return (len(section) - len(packed)) // width
+
+
+def _place(blob: bytearray, part: bytes | bytearray, alignment: int) -> int:
+    """Append a part and return its offset."""
+    blob += bytes(-len(blob) % alignment)
+    start = len(blob)
+    blob += part
+    return start
 
 
 def _argument(argument: tuple[int, int, int | float]) -> bytes:

@@ -1,0 +1,95 @@
+"""The native library of an engine: its decode steps recorded for every GPU, with their kernels, and where requested inside a plan of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from plugins.device.spec import Spec
+from plugins.kernel_list import LEAST_CAPABILITY
+from plugins.nodes import FACES
+from plugins.tensorrt.native import library, tables
+from plugins.tensorrt.native.record import Decode, Step, why_not
+from trtkv.config import Limits, ModelConfig
+from trtkv.engine.compile_kernels import compile_all
+from trtkv.engine.manifest import PLAN, NativeInfo
+from trtkv.engine.profiles import profiles
+from trtkv.engine.targets import KERNEL_SMS, Targets
+from trtkv.engine.tensorrt import build_plan
+from trtkv.errors import BuildError
+from trtkv.graph.decoder import op_config
+from trtkv.plan import CachePlan
+
+FOLDER = "native"  # of an engine directory
+WITHOUT = "Build without --native: the Python plugins run every policy."
+ALSO = {"80": "86"}  # a table serves the GPUs whose blocks have as much shared memory
+
+Progress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """A library to build: steps by compute capability and multiprocessors."""
+
+    decode: Decode
+    sms: tuple[str, ...]
+    steps: Mapping[tuple[str, int], list[Step]]
+
+    @property
+    def specs(self) -> list[Spec]:
+        """The kernels inside it."""
+        return tables.specs_of(self.steps)
+
+
+def record_native(plan: CachePlan, model: ModelConfig, limits: Limits, sms: Sequence[str], tp: int) -> Native:
+    """Record what the library repeats; raises BuildError for an engine that it cannot run, or where compilers or headers are missing."""
+    reason = "it is one part of several, and sums over parts are Python's" if tp > 1 else why_not(plan)
+    if reason is not None:
+        raise BuildError(f"the native library does not run this engine: {reason}", WITHOUT)
+    chosen = tuple(sm for sm in sms if int(sm) >= LEAST_CAPABILITY)
+    if not chosen:
+        raise BuildError("the native library holds compiled kernels, and --sm none compiles none", "Name compute capabilities with --sm.")
+    library.check()
+    decode = Decode(plan, [op_config(model, plan, layer) for layer in range(model.num_layers)], limits, model.qk_norm)
+    native = Native(decode, chosen, tables.record_all(decode, chosen))
+    missing = next((reason for spec in native.specs if (reason := spec.missing())), None)
+    if missing is not None:
+        raise BuildError(f"the native library holds compiled kernels, and they cannot be compiled: {missing}", "Run: pip install 'trtkv[gpu]'.")
+    return native
+
+
+def native_sms(targets: Targets, asked: Sequence[str]) -> tuple[str, ...]:
+    """Choose compute capabilities: those of the kernels, and where none were requested those that run kernels of others but need their own tables."""
+    if asked or targets.kernels != KERNEL_SMS:
+        return targets.kernels
+    return tuple(sm for one in targets.kernels for sm in (one, ALSO.get(one)) if sm is not None)
+
+
+def write_native(
+    native: Native, graph: bytes, stage: Path, progress: Progress, *, targets: Targets, backend: str | None, self_contained: bool, fresh: bool = False
+) -> NativeInfo:
+    """Write the library below an engine directory, and with it inside a plan of decode steps where requested.
+
+    Raises BuildError for what does not compile, and where no plan can be built.
+    """
+    started, folder = time.perf_counter(), stage / FOLDER
+    folder.mkdir()
+    progress("native library", 0.0)
+    specs, binaries = native.specs, {}
+    for spec, binary in compile_all(specs, fresh):
+        binaries[spec] = binary
+        progress("native library", len(binaries) / (len(specs) + 1))
+    library.compile_library(tables.pack(native.decode, native.sms, native.steps, binaries), folder / library.NAME)
+    if self_contained:
+        if backend is None or targets.no_plan is not None:
+            raise BuildError(f"no plan holds the library: {targets.no_plan or 'no TensorRT builds one here'}", "Leave --self-contained out.")
+        decode = profiles(native.decode.plan, native.decode.limits)[:1]
+        built = build_plan(
+            graph, decode, backend=backend, sms=targets.plan, faces=FACES.values(), libraries=[folder / library.NAME], progress=progress
+        )
+        (folder / PLAN).write_bytes(built.data)
+    progress("native library", 1.0)
+    size = (folder / library.NAME).stat().st_size
+    return NativeInfo(sms=native.sms, kernels=len(specs), size_bytes=size, self_contained=self_contained, seconds=round(time.perf_counter() - started, 2))
