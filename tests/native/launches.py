@@ -1,0 +1,175 @@
+"""Compares what a library launches with what Python's nodes launch, over a driver that runs nothing; in a process of its own, whose driver it is.
+
+python -m tests.native.launches ENGINE FOLDER: exit code 1 where anything differs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plugins.device import store
+from plugins.device.spec import Float, Long, Pointer
+from plugins.nodes import SELECT
+from plugins.tensorrt.native.library import NAME
+from plugins.tensorrt.native.record import BUFFER, INPUT, NODES, OUTPUT, SCRATCH, Call, Decode, Step, _Recorder
+from plugins.tensorrt.native.tables import MULTIPROCESSORS
+from tests.native.host import FAKE, Failed, NativeHost, compile_source
+from trtkv.engine.manifest import read_manifest
+from trtkv.engine.native import FOLDER
+from trtkv.graph.decoder import op_config
+
+DEVICES = (("90", 132), ("90", 133), ("90", 78), ("89", 58))
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [("sizes", ctypes.c_uint * 7), ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint)]
+
+
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint * 16)]
+
+
+CALLBACK = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, ctypes.POINTER(Config), ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_int)
+)
+CLUSTER, COOPERATIVE, OVERLAP = 4, 2, 6  # numbers of attributes
+
+
+class Check:
+    """One engine's library beside its Python nodes."""
+
+    def __init__(self, engine: Path, folder: Path) -> None:
+        self.fake = ctypes.CDLL(str(compile_source("fake_driver.cpp", folder / FAKE, "-Wl,-soname,libcuda.so.1")), mode=ctypes.RTLD_GLOBAL)
+        manifest = read_manifest(engine)
+        assert manifest.native is not None
+        self.plan, self.limits, self.sms = manifest.cache, manifest.limits, manifest.native.sms
+        configs = [op_config(manifest.model, self.plan, layer) for layer in range(self.plan.num_layers)]
+        self.decode = Decode(self.plan, configs, self.limits, manifest.model.qk_norm)
+        self.host = NativeHost(engine / FOLDER / NAME, None, folder)
+        self.callback, self.seen = CALLBACK(self.launched), list[dict[str, Any]]()
+        self.expected: list[Call] = []
+        size = 1 + len(self.plan.buffers) * self.plan.num_layers
+        self.state = torch.arange(size, dtype=torch.int64) * 4096 + 4096
+
+    def launched(self, image: int, name: bytes, config: Any, parameters: Any, settings: Any) -> int:
+        """Note one launch; how many parameters it has follows from what is expected."""
+        if len(self.seen) >= len(self.expected):
+            return 1
+        call, one = self.expected[len(self.seen)], config.contents
+        attributes = {found.id: list(found.value) for found in (Attribute * one.count).from_address(one.attributes or 0)} if one.count else {}
+        kinds = [ctypes.c_longlong if kind in (Pointer, Long) else kind for kind in call.spec.types]
+        values = [kind.from_address(parameters[index]).value for index, kind in enumerate(kinds)]
+        self.seen.append({
+            "image": image, "name": name.decode(), "sizes": list(one.sizes), "attributes": attributes, "values": values,
+            "settings": list(settings[:3]), "stream": one.stream,
+        })  # fmt: skip
+        return 0
+
+    def device(self, arch: str, multiprocessors: int) -> None:
+        """Let the driver be that of a GPU."""
+        self.host.close()
+        self.fake.fake_device(int(arch), multiprocessors, self.callback)
+
+    def inputs(self, face: Any, layer: int, batch: int) -> list[Tensor]:
+        """Make the inputs of a node as tensors with memory."""
+        shapes = _Recorder(self.decode, None, None, batch)._inputs(face, layer, self.decode.configs[layer])  # type: ignore[arg-type]
+        return [self.state if name == "state" else torch.zeros(one.shape, dtype=one.dtype) for name, one in zip(face.inputs, shapes, strict=False)]
+
+    def step(self, arch: str, multiprocessors: int, batch: int) -> int:
+        """Compare all nodes of a step of so many sequences; returns the launches."""
+        self.device(arch, multiprocessors)
+        known = max(one for one in MULTIPROCESSORS[arch] if one <= multiprocessors)
+        wanted, count = self.decode.step(arch, known, batch), 0
+        scratch: dict[int, int] = {}
+        for layer, kind in enumerate(self.decode.kinds):
+            for number, face in enumerate(NODES):
+                if face is SELECT and self.plan.select[layer] is None:
+                    continue
+                inputs = self.inputs(face, layer, batch)
+                shape = face.shape([tuple(one.shape) for one in inputs], self.decode.configs[layer])
+                out = torch.zeros(shape, dtype=torch.int32 if face.integer_output else inputs[0].dtype)
+                self.seen, self.expected = [], list(wanted.calls[kind][number])
+                self.host.plugin(face.name, layer, self.decode.configs[layer].to_json()).run(inputs, out, stream=77)
+                assert len(self.seen) == len(self.expected), (face.name, self.seen)
+                for seen, call in zip(self.seen, self.expected, strict=True):
+                    self.compare(seen, call, wanted, layer, inputs, out, scratch)
+                    count += 1
+        return count
+
+    def compare(self, seen: dict[str, Any], call: Call, step: Step, layer: int, inputs: list[Tensor], out: Tensor, scratch: dict[int, int]) -> None:
+        """Compare one launch: kernel, sizes, attributes, every parameter."""
+        binary = store.obtain(call.spec)
+        assert binary is not None and ctypes.string_at(seen["image"], len(binary.cubin)) == binary.cubin and seen["name"] == call.spec.entry
+        threads, shared = (call.threads, call.shared) if call.threads else (binary.facts["threads"], binary.facts["shared"])
+        assert seen["sizes"] == [*call.grid, threads, 1, 1, shared] and seen["stream"] == 77
+        major = int(call.spec.arch) // 10
+        flags = {OVERLAP: call.overlap and major >= 9, COOPERATIVE: call.cooperative, CLUSTER: call.cluster > 1}
+        assert set(seen["attributes"]) == {one for one, there in flags.items() if there}
+        assert CLUSTER not in seen["attributes"] or seen["attributes"][CLUSTER][:3] == [call.cluster, 1, 1]
+        most = binary.facts.get("shared", call.spec.shared)
+        assert seen["settings"] == [min(most, 227 * 1024 - 1024), call.spec.shared_percent, int(major >= 9)]
+        for value, kind, (source, index, number) in zip(seen["values"], call.spec.types, call.arguments, strict=True):
+            if source == SCRATCH:
+                first = scratch.setdefault(index, value - int(number))
+                assert value == first + number, (call.spec.title, index)
+                fill, size = step.scratch[index].fill, step.scratch[index].size
+                held = torch.frombuffer((ctypes.c_byte * size).from_address(first), dtype=torch.int32)
+                assert fill is None or bool((held == fill).all())
+                continue
+            bases = {INPUT: lambda: inputs[index].data_ptr(), OUTPUT: lambda: out.data_ptr(), BUFFER: lambda: self.address(index, layer)}  # noqa: B023
+            wanted = bases[source]() + int(number) if source in bases else ctypes.c_float(number).value if kind is Float else number
+            assert value == wanted, (call.spec.title, source, index, value, wanted)
+
+    def address(self, buffer: int, layer: int) -> int:
+        """Look an address up in the state table, as `Cache.address_table` lays it out."""
+        return int(self.state[1 + buffer * self.plan.num_layers + layer])
+
+    def refusals(self) -> list[str]:
+        """Return what is said of bad input, one line each."""
+        face, config = NODES[0], self.decode.configs[0]
+        inputs = self.inputs(face, 0, 2)
+        out, said = torch.zeros(len(inputs[0]), config.num_q_heads * config.head_dim, dtype=inputs[0].dtype), []
+
+        def refused(inputs: list[Tensor], out: Tensor, text: str) -> None:
+            try:
+                self.host.plugins.pop(("KvAppend", 0), None)
+                self.host.plugin("KvAppend", 0, text).run(inputs, out)
+            except Failed as error:
+                said.append(str(error))
+
+        good = config.to_json()
+        refused(inputs, out, good.replace(config.plan, "0123456789ab"))
+        narrow = [one[:, :, :-1].contiguous() if one is inputs[6] else one for one in inputs]
+        refused(narrow, out, good)
+        three = [torch.zeros(3, one.shape[1], dtype=one.dtype) if one is inputs[0] else one for one in inputs]
+        refused(three, torch.zeros(3, out.shape[1], dtype=out.dtype), good)
+        short = [one[:-1].contiguous() if one is inputs[8] else one for one in inputs]
+        refused(short, out, good)
+        self.device("75", 40)
+        refused(inputs, out, good)
+        self.device("90", 132)
+        self.expected, self.seen = [], []  # the driver refuses what is launched
+        refused(inputs, out, good)
+        return said
+
+
+def main() -> None:
+    check = Check(Path(sys.argv[1]), Path(sys.argv[2]))
+    devices = [one for one in DEVICES if one[0] in check.sms]
+    launches = [check.step(*one, batch) for one in devices for batch in range(1, check.limits.max_batch_size + 1)]
+    print(json.dumps({"launches": sum(launches), "said": check.refusals()}))
+
+
+if __name__ == "__main__":
+    main()
