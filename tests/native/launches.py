@@ -6,8 +6,10 @@ python -m tests.native.launches ENGINE FOLDER: exit code 1 where anything differ
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from plugins.device import store
 from plugins.device.spec import Float, Long, Pointer
 from plugins.nodes import SELECT
 from plugins.tensorrt.native.library import NAME
-from plugins.tensorrt.native.record import BUFFER, INPUT, NODES, OUTPUT, SCRATCH, Call, Decode, Step, _Recorder
+from plugins.tensorrt.native.record import BUFFER, CHUNK, INPUT, NODES, OUTPUT, SCRATCH, Call, Nodes, Step, _Recorder
 from plugins.tensorrt.native.tables import MULTIPROCESSORS
 from tests.native.host import FAKE, Failed, NativeHost, compile_source
 from trtkv.engine.manifest import read_manifest
@@ -55,7 +57,7 @@ class Check:
         assert manifest.native is not None
         self.plan, self.limits, self.sms = manifest.cache, manifest.limits, manifest.native.sms
         configs = [op_config(manifest.model, self.plan, layer) for layer in range(self.plan.num_layers)]
-        self.decode = Decode(self.plan, configs, self.limits, manifest.model.qk_norm)
+        self.nodes = Nodes(self.plan, configs, self.limits, manifest.model.qk_norm)
         self.host = NativeHost(engine / FOLDER / NAME, None, folder)
         self.callback, self.seen = CALLBACK(self.launched), list[dict[str, Any]]()
         self.expected: list[Call] = []
@@ -81,29 +83,31 @@ class Check:
         self.host.close()
         self.fake.fake_device(int(arch), multiprocessors, self.callback)
 
-    def inputs(self, face: Any, layer: int, batch: int) -> list[Tensor]:
+    def inputs(self, face: Any, layer: int, batch: int, new: int = 1) -> list[Tensor]:
         """Make the inputs of a node as tensors with memory."""
-        shapes = _Recorder(self.decode, None, None, batch)._inputs(face, layer, self.decode.configs[layer])  # type: ignore[arg-type]
+        shapes = _Recorder(self.nodes, None, None, batch).inputs(face, layer, new)  # type: ignore[arg-type]
         return [self.state if name == "state" else torch.zeros(one.shape, dtype=one.dtype) for name, one in zip(face.inputs, shapes, strict=False)]
 
     def step(self, arch: str, multiprocessors: int, batch: int) -> int:
         """Compare all nodes of a step of so many sequences; returns the launches."""
         self.device(arch, multiprocessors)
         known = max(one for one in MULTIPROCESSORS[arch] if one <= multiprocessors)
-        wanted, count = self.decode.step(arch, known, batch), 0
+        wanted, count = self.nodes.step(arch, known, batch), 0
         scratch: dict[int, int] = {}
-        for layer, kind in enumerate(self.decode.kinds):
-            for number, face in enumerate(NODES):
-                if face is SELECT and self.plan.select[layer] is None:
-                    continue
-                inputs = self.inputs(face, layer, batch)
-                shape = face.shape([tuple(one.shape) for one in inputs], self.decode.configs[layer])
+        cases = itertools.product(enumerate(self.nodes.kinds), (1, CHUNK, 40), enumerate(NODES))
+        for (layer, kind), new, (number, face) in cases:
+            if face is not SELECT or self.plan.select[layer] is not None:
+                number += len(NODES) * (new > 1)
+                inputs = self.inputs(face, layer, batch, new)
+                shape = face.shape([tuple(one.shape) for one in inputs], self.nodes.configs[layer])
                 out = torch.zeros(shape, dtype=torch.int32 if face.integer_output else inputs[0].dtype)
                 self.seen, self.expected = [], list(wanted.calls[kind][number])
-                self.host.plugin(face.name, layer, self.decode.configs[layer].to_json()).run(inputs, out, stream=77)
+                self.host.plugin(face.name, layer, self.nodes.configs[layer].to_json()).run(inputs, out, stream=77)
                 assert len(self.seen) == len(self.expected), (face.name, self.seen)
                 for seen, call in zip(self.seen, self.expected, strict=True):
-                    self.compare(seen, call, wanted, layer, inputs, out, scratch)
+                    longest = batch * (new - 1) + 1
+                    blocks = (longest + call.per - 2) // call.per + 1 if call.per else call.grid[0]
+                    self.compare(seen, replace(call, grid=(blocks, *call.grid[1:])), wanted, layer, inputs, out, scratch)
                     count += 1
         return count
 
@@ -137,7 +141,7 @@ class Check:
 
     def refusals(self) -> list[str]:
         """Return what is said of bad input, one line each."""
-        face, config = NODES[0], self.decode.configs[0]
+        face, config = NODES[0], self.nodes.configs[0]
         inputs = self.inputs(face, 0, 2)
         out, said = torch.zeros(len(inputs[0]), config.num_q_heads * config.head_dim, dtype=inputs[0].dtype), []
 
@@ -152,8 +156,8 @@ class Check:
         refused(inputs, out, good.replace(config.plan, "0123456789ab"))
         narrow = [one[:, :, :-1].contiguous() if one is inputs[6] else one for one in inputs]
         refused(narrow, out, good)
-        three = [torch.zeros(3, one.shape[1], dtype=one.dtype) if one is inputs[0] else one for one in inputs]
-        refused(three, torch.zeros(3, out.shape[1], dtype=out.dtype), good)
+        one = [given[:1] if given is inputs[0] else given for given in inputs]
+        refused(one, out[:1], good)
         short = [one[:-1].contiguous() if one is inputs[8] else one for one in inputs]
         refused(short, out, good)
         self.device("75", 40)

@@ -58,7 +58,7 @@ def build(
         sm: Compute capabilities to build for, such as 89 or 80,89,90,120, or none to compile no kernels. By default kernels are for the GPU at hand,
             or for all four without one.
         tp: GPUs that share the KV heads of every layer; the engine then runs on so many.
-        native: Write the plugins as a C++ library, too, which runs decode steps without Python.
+        native: Write the plugins as a C++ library, too, with which TensorRT runs the plan without Python.
         self_contained: Write a plan that holds this library, too, so that one file runs alone.
         via: tensorrt-llm lets TensorRT-LLM 1.2.x build the plan from its own model definition, weights inside; tensorrt-llm:DIRECTORY takes what
             trtllm-build wrote there.

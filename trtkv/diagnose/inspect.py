@@ -141,7 +141,7 @@ def _plugins_by(manifest: Manifest) -> str:
     native, reason = manifest.native, "it is one part of several" if manifest.tp > 1 else why_not(manifest.cache)
     if native is not None:
         inside = "; native/engine.plan holds it" if native.self_contained else ""
-        return f"Python; decode steps also the native library, for sm {', '.join(native.sms)}{inside}"
+        return f"Python; outside of Python the native library, for sm {', '.join(native.sms)}{inside}"
     return f"Python; no native library runs this policy: {reason}" if reason else "Python; trtkv build --native writes a native library, too"
 
 

@@ -1,4 +1,4 @@
-"""The native library of an engine: its decode steps recorded for every GPU, with their kernels, and where requested inside a plan of its own."""
+"""The native library of an engine: its steps recorded for every GPU, with their kernels, and where requested inside a plan of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plugins.device.spec import Spec
 from plugins.kernel_list import LEAST_CAPABILITY
 from plugins.nodes import FACES
 from plugins.tensorrt.native import library, tables
-from plugins.tensorrt.native.record import Decode, Step, why_not
+from plugins.tensorrt.native.record import Nodes, Step, why_not
 from trtkv.config import Limits, ModelConfig
 from trtkv.engine.compile_kernels import compile_all
 from trtkv.engine.manifest import PLAN, NativeInfo
@@ -33,7 +33,7 @@ Progress = Callable[[str, float], None]
 class Native:
     """A library to build: steps by compute capability and multiprocessors."""
 
-    decode: Decode
+    nodes: Nodes
     sms: tuple[str, ...]
     steps: Mapping[tuple[str, int], list[Step]]
 
@@ -52,8 +52,8 @@ def record_native(plan: CachePlan, model: ModelConfig, limits: Limits, sms: Sequ
     if not chosen:
         raise BuildError("the native library holds compiled kernels, and --sm none compiles none", "Name compute capabilities with --sm.")
     library.check()
-    decode = Decode(plan, [op_config(model, plan, layer) for layer in range(model.num_layers)], limits, model.qk_norm)
-    native = Native(decode, chosen, tables.record_all(decode, chosen))
+    nodes = Nodes(plan, [op_config(model, plan, layer) for layer in range(model.num_layers)], limits, model.qk_norm)
+    native = Native(nodes, chosen, tables.record_all(nodes, chosen))
     missing = next((reason for spec in native.specs if (reason := spec.missing())), None)
     if missing is not None:
         raise BuildError(f"the native library holds compiled kernels, and they cannot be compiled: {missing}", "Run: pip install 'trtkv[gpu]'.")
@@ -81,13 +81,13 @@ def write_native(
     for spec, binary in compile_all(specs, fresh):
         binaries[spec] = binary
         progress("native library", len(binaries) / (len(specs) + 1))
-    library.compile_library(tables.pack(native.decode, native.sms, native.steps, binaries), folder / library.NAME)
+    library.compile_library(tables.pack(native.nodes, native.sms, native.steps, binaries), folder / library.NAME)
     if self_contained:
         if backend is None or targets.no_plan is not None:
             raise BuildError(f"no plan holds the library: {targets.no_plan or 'no TensorRT builds one here'}", "Leave --self-contained out.")
-        decode = profiles(native.decode.plan, native.decode.limits)[:1]
+        both = profiles(native.nodes.plan, native.nodes.limits)
         built = build_plan(
-            graph, decode, backend=backend, sms=targets.plan, faces=FACES.values(), libraries=[folder / library.NAME], progress=progress
+            graph, both, backend=backend, sms=targets.plan, faces=FACES.values(), libraries=[folder / library.NAME], progress=progress
         )
         (folder / PLAN).write_bytes(built.data)
     progress("native library", 1.0)

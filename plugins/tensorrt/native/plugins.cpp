@@ -120,9 +120,10 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
     entries_ = inputs[face_.state].dims.d[0];
     calls_ = nullptr;
     if (!runs_) return 0; // a builder that measures
-    auto const tokens = inputs[0].dims.d[0], columns = inputs[face_.sequences + 4].dims.d[2];
+    longest_ = static_cast<unsigned>(inputs[0].dims.d[0] - batch_ + 1); // every sequence has a new token
+    auto const columns = inputs[face_.sequences + 4].dims.d[2];
     uint32_t const wanted = 1 + tables.buffers * tables.layers;
-    if (tokens != batch_) return fail("this library runs steps of one new token a sequence, and this one has " + std::to_string(tokens));
+    if (inputs[0].dims.d[0] < batch_) return fail("every sequence needs a new token");
     if (batch_ > static_cast<int>(tables.max_batch)) return fail("this library takes " + std::to_string(tables.max_batch) + " sequences");
     if (columns != static_cast<int64_t>(tables.pages)) return fail("'page_table' needs " + std::to_string(tables.pages) + " columns");
     if (entries_ != static_cast<int64_t>(wanted)) return fail("'state' needs " + std::to_string(wanted) + " entries");
@@ -137,7 +138,7 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
       void const* const state = inputs[face_.state];
       if (state != state_) session_ = nullptr, prepared_.clear(), calls_ = nullptr;
       if (!calls_) prepare(state, queue);
-      calls_->run(inputs, outputs, queue);
+      calls_->run(inputs, outputs, queue, longest_);
       return 0;
     } catch (std::exception const& error) {
       return fail(error.what());
@@ -148,8 +149,9 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   void prepare(void const* state, CUstream stream) {
     if (!session_) session_ = Session::find(state, entries_, stream);
     state_ = state;
-    auto& ready = prepared_[batch_];
-    if (!ready) ready.reset(new Calls(session_, face_.node, config_.layer, batch_));
+    int const node = face_.node + (longest_ > 1 ? kChunks : 0);
+    auto& ready = prepared_[{batch_, node}];
+    if (!ready) ready.reset(new Calls(session_, node, config_.layer, batch_));
     calls_ = ready.get();
   }
   int32_t zero(PluginTensorDesc const& out, void* memory, CUstream stream) const {
@@ -170,10 +172,11 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
   PluginField fields_[2];
   PluginFieldCollection collection_;
   int batch_ = 0;
+  unsigned longest_ = 1; // new tokens of a sequence, at most
   int64_t entries_ = 0;
   void const* state_ = nullptr;
   std::shared_ptr<Session> session_;
-  std::map<int, std::unique_ptr<Calls>> prepared_; // by batch
+  std::map<std::pair<int, int>, std::unique_ptr<Calls>> prepared_; // by batch and node
   Calls* calls_ = nullptr;
 };
 

@@ -146,7 +146,7 @@ CUdeviceptr Session::scratch(int batch, int index) {
   return made;
 }
 
-Calls::Calls(std::shared_ptr<Session> session, Node node, int layer, int batch) : session_(std::move(session)) {
+Calls::Calls(std::shared_ptr<Session> session, int node, int layer, int batch) : session_(std::move(session)) {
   int const kind = tables.at<int32_t>(tables.kind_of_layer)[layer];
   uint32_t const number = tables.at<uint32_t>(tables.nodes)[session_->step(batch).programs + kind * kNodes + node];
   Program const& program = tables.at<Program>(tables.programs)[number];
@@ -155,6 +155,7 @@ Calls::Calls(std::shared_ptr<Session> session, Node node, int layer, int batch) 
     Kernel const& kernel = tables.at<Kernel>(tables.kernels)[launch.kernel];
     calls_.emplace_back(new Call{});
     Call& call = *calls_.back();
+    call.per = launch.per;
     call.function = session_->kernels->function(launch.kernel);
     call.values.assign(kernel.parameters + kernel.nulls, 0);
     for (auto& value : call.values) call.parameters.push_back(&value);
@@ -189,13 +190,14 @@ Calls::Calls(std::shared_ptr<Session> session, Node node, int layer, int batch) 
   }
 }
 
-void Calls::run(void const* const* inputs, void* const* outputs, CUstream stream) {
+void Calls::run(void const* const* inputs, void* const* outputs, CUstream stream, unsigned longest) {
   for (auto const& one : calls_) {
     Call& call = *one;
     for (auto const& given : call.given) {
       void const* base = given.second->source == kInput ? inputs[given.second->index] : outputs[0];
       call.values[given.first] = reinterpret_cast<uint64_t>(base) + static_cast<uint64_t>(given.second->value);
     }
+    if (call.per) call.config.gridDimX = (longest + call.per - 2) / call.per + 1;
     call.config.hStream = stream;
     check(driver()->cuLaunchKernelEx(&call.config, call.function, call.parameters.data(), nullptr), "a kernel cannot be launched");
   }

@@ -52,17 +52,18 @@ class Session {
   std::map<std::pair<int, int>, CUdeviceptr> scratch_;
 };
 
-// A node's launches of one batch, ready but for the addresses of its inputs and its output.
+// A node's launches of one batch, of single tokens or of chunks, ready but for the addresses of its inputs and its output.
 class Calls {
  public:
-  Calls(std::shared_ptr<Session> session, Node node, int layer, int batch);
-  void run(void const* const* inputs, void* const* outputs, CUstream stream); // throws Error
+  Calls(std::shared_ptr<Session> session, int node, int layer, int batch);
+  void run(void const* const* inputs, void* const* outputs, CUstream stream, unsigned longest); // throws Error
 
  private:
   struct Call {
     CUlaunchConfig config;
     CUlaunchAttribute attributes[3];
     CUfunction function;
+    unsigned per;
     std::vector<uint64_t> values;
     std::vector<void*> parameters;
     std::vector<std::pair<int, Argument const*>> given; // parameters that are inputs or the output

@@ -6,7 +6,7 @@
 namespace trtkv {
 
 enum Source : int32_t { kInput, kOutput, kBuffer, kScratch, kNull, kInteger, kFloat }; // of an argument, as in record.py
-enum Node : int32_t { kAppend, kSelect, kAttend, kNodes };
+enum Node : int32_t { kAppend, kSelect, kAttend, kChunks, kNodes = 2 * kChunks }; // the second three for chunks
 enum Flag : int32_t { kOverlap = 1, kCooperative = 2 };
 
 struct Span {
@@ -22,6 +22,7 @@ struct Kernel {
 };
 struct Launch {
   uint32_t kernel, grid[3], threads, shared, cluster, flags, first, arguments;
+  uint32_t per, unused; // tokens of a block, of the longest chunk, in the first place of its grid; 0: that is fixed
 };
 struct Argument {
   int32_t source, index; // index: which input or buffer or scratch; of a number its bytes
@@ -34,7 +35,7 @@ struct Scratch {
   uint64_t size;
   uint32_t fill, filled;
 };
-struct Step { // of one batch: a program of every node of every kind of layer
+struct Step { // the steps of one batch: a program of every node of every kind of layer
   uint32_t programs, scratch, scratches, unused;
 };
 struct Device { // with a step of every batch from 1 on

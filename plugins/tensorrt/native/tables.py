@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import trtkv
 from plugins.device.spec import Binary, Spec
-from plugins.tensorrt.native.record import FLOAT, INTEGER, Call, Decode, Scratch, Step
+from plugins.tensorrt.native.record import FLOAT, INTEGER, Call, Nodes, Scratch, Step
 
 MAGIC = b"trtkv-1\0"
 OVERLAP, COOPERATIVE = 1, 2
@@ -24,11 +24,11 @@ _HEADER = struct.Struct("<8s4I10I22I")
 Kind = tuple[str, int]  # of GPUs: compute capability and multiprocessors
 
 
-def record_all(decode: Decode, sms: Sequence[str]) -> dict[Kind, list[Step]]:
+def record_all(nodes: Nodes, sms: Sequence[str]) -> dict[Kind, list[Step]]:
     """Record the steps of every batch, from one sequence on, on every kind of GPU of some compute capabilities."""
-    batches = range(1, decode.limits.max_batch_size + 1)
+    batches = range(1, nodes.limits.max_batch_size + 1)
     kinds = [(sm, count) for sm in sms for count in MULTIPROCESSORS.get(sm, USUAL)]
-    return {kind: [decode.step(*kind, batch) for batch in batches] for kind in kinds}
+    return {kind: [nodes.step(*kind, batch) for batch in batches] for kind in kinds}
 
 
 def specs_of(steps: Mapping[Kind, Sequence[Step]]) -> list[Spec]:
@@ -36,7 +36,7 @@ def specs_of(steps: Mapping[Kind, Sequence[Step]]) -> list[Spec]:
     return list(dict.fromkeys(call.spec for many in steps.values() for step in many for node in _nodes(step) for call in node))
 
 
-def pack(decode: Decode, sms: Sequence[str], steps: Mapping[Kind, Sequence[Step]], binaries: Mapping[Spec, Binary]) -> bytes:
+def pack(nodes: Nodes, sms: Sequence[str], steps: Mapping[Kind, Sequence[Step]], binaries: Mapping[Spec, Binary]) -> bytes:
     """Write the blob; binaries holds every kernel that the steps launch."""
     made = _Sections(binaries)
     devices = b""
@@ -44,11 +44,11 @@ def pack(decode: Decode, sms: Sequence[str], steps: Mapping[Kind, Sequence[Step]
         devices += struct.pack("<4I", int(arch), multiprocessors, len(made.steps) // 16, 0)
         for step in many:
             made.add_step(step)
-    plan, config = decode.plan, decode.configs[0]
+    plan, config = nodes.plan, nodes.configs[0]
     texts = [made.text(one) for one in (plan.hash, trtkv.__version__, plan.policy, ", ".join(sms))]
-    sizes = (plan.num_layers, plan.num_page_groups, decode.pages, decode.limits.max_batch_size, int(plan.kv_dtype == "float16"), int(decode.norms),
-             config.num_q_heads, config.head_dim, len(plan.buffers), len(decode.first_layers))  # fmt: skip
-    kinds = struct.pack(f"<{len(decode.kinds)}i", *decode.kinds)
+    sizes = (plan.num_layers, plan.num_page_groups, nodes.pages, nodes.limits.max_batch_size, int(plan.kv_dtype == "float16"), int(nodes.norms),
+             config.num_q_heads, config.head_dim, len(plan.buffers), len(nodes.first_layers))  # fmt: skip
+    kinds = struct.pack(f"<{len(nodes.kinds)}i", *nodes.kinds)
     return made.blob(texts, sizes, kinds, devices)
 
 
@@ -83,7 +83,7 @@ class _Sections:
     def blob(self, texts: Sequence[int], sizes: Sequence[int], kinds: bytes, devices: bytes) -> bytes:
         """Put everything in one piece: header, sections at multiples of sixteen bytes, cubins at multiples of 64."""
         parts = [
-            (kinds, 4), (bytes(16 * len(self.cubins)), 16), (self.kernels, 24), (self.launches, 40), (self.arguments, 16), (self.programs, 8),
+            (kinds, 4), (bytes(16 * len(self.cubins)), 16), (self.kernels, 24), (self.launches, 48), (self.arguments, 16), (self.programs, 8),
             (self.nodes, 4), (self.scratch, 16), (self.steps, 16), (devices, 16), (self.texts, 1),
         ]  # fmt: skip
         blob, spans, places = bytearray(_HEADER.size), list[int](), b""
@@ -107,7 +107,7 @@ class _Sections:
 
     def _add_program(self, node: tuple[Call, ...]) -> int:
         launches = b"".join(self._launch(call) for call in node)
-        return self._append(self.programs, struct.pack("<2I", self._append(self.launches, launches, 40), len(node)), 8)
+        return self._append(self.programs, struct.pack("<2I", self._append(self.launches, launches, 48), len(node)), 8)
 
     def _launch(self, call: Call) -> bytes:
         facts = self.binaries[call.spec].facts
@@ -116,7 +116,7 @@ class _Sections:
         arguments = b"".join(map(_argument, call.arguments))
         first = self.once(("arguments", call.arguments), lambda: self._append(self.arguments, arguments, 16))
         kernel = self.once(("kernel", call.spec), lambda: self._add_kernel(call.spec))
-        return struct.pack("<10I", kernel, *call.grid, threads, shared, call.cluster, flags, first, len(call.arguments))
+        return struct.pack("<12I", kernel, *call.grid, threads, shared, call.cluster, flags, first, len(call.arguments), call.per, 0)
 
     def _add_kernel(self, spec: Spec) -> int:
         binary = self.binaries[spec]
