@@ -13,7 +13,7 @@ from plugins.device.spec import Spec
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One call of `kernel.launch`: threads is 0 where the kernel's compiler decides threads and shared memory; values are tensors, numbers or None."""
+    """One call of `kernel.launch`: threads is 0 where the kernel's compiler decides them; values are tensors, numbers or None."""
 
     spec: Spec
     grid: tuple[int, int, int]

@@ -89,7 +89,7 @@ class Plugin:
 
 
 class NativeHost:
-    """Runs the nodes of decode steps by a library, all others by Python, as `HostedExecutor` takes it; counts what ran."""
+    """Runs nodes by a library, as `HostedExecutor` takes it; counts what ran."""
 
     def __init__(self, path: Path, cache: Cache | None, folder: Path | None = None) -> None:
         """Load the library at `path`; folder holds the compiled host, or takes it."""
@@ -97,13 +97,13 @@ class NativeHost:
         if not (folder / HOST).is_file():
             compile_source("host.cpp", folder / HOST)
         self.host, self.cache = ctypes.CDLL(str(folder / HOST)), cache
-        for name, answer in (("host_open", ctypes.c_void_p), ("host_make", ctypes.c_void_p), ("host_run", ctypes.c_int64), ("host_message", ctypes.c_char_p)):
-            getattr(self.host, name).restype = answer
+        self.host.host_open.restype = self.host.host_make.restype = ctypes.c_void_p
+        self.host.host_run.restype, self.host.host_message.restype = ctypes.c_int64, ctypes.c_char_p
         self.creators = self.host.host_open(os.fsencode(path))
         if not self.creators:
             raise Failed(self.host.host_message().decode())
         self.plugins: dict[tuple[str, int], Plugin] = {}
-        self.native = self.python = 0
+        self.native = 0
 
     def plugin(self, name: str, layer: int, cfg: str, phase: int = -1) -> Plugin:
         """Return a node's plugin, made at its first use."""
@@ -116,12 +116,6 @@ class NativeHost:
 
     def run(self, face: OpFace, name: str, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
         """Run a node of the graph on the caller's stream."""
-        assert self.cache is not None
-        lens = inputs[face.inputs.index("seq_lens")]
-        if len(inputs[0]) != len(lens):
-            self.python += 1
-            face.run(self.cache, layer, config, inputs, out)
-            return
         self.native += 1
         stream = torch.cuda.current_stream(out.device).cuda_stream if out.is_cuda else 0
         self.plugin(face.name, layer, config.to_json()).run(inputs, out, stream)

@@ -131,8 +131,11 @@ class Check:
                 held = torch.frombuffer((ctypes.c_byte * size).from_address(first), dtype=torch.int32)
                 assert fill is None or bool((held == fill).all())
                 continue
-            bases = {INPUT: lambda: inputs[index].data_ptr(), OUTPUT: lambda: out.data_ptr(), BUFFER: lambda: self.address(index, layer)}  # noqa: B023
-            wanted = bases[source]() + int(number) if source in bases else ctypes.c_float(number).value if kind is Float else number
+            if source in (INPUT, OUTPUT, BUFFER):
+                base = self.address(index, layer) if source == BUFFER else (out if source == OUTPUT else inputs[index]).data_ptr()
+                wanted = base + int(number)
+            else:
+                wanted = ctypes.c_float(number).value if kind is Float else number
             assert value == wanted, (call.spec.title, source, index, value, wanted)
 
     def address(self, buffer: int, layer: int) -> int:

@@ -23,7 +23,7 @@ from trtkv.checkpoint.weights import Checkpoint
 from trtkv.config import Limits, ModelConfig
 from trtkv.engine.compile_kernels import list_kernels, write_kernels
 from trtkv.engine.manifest import GRAPH, PLAN, Manifest, PlanInfo, WeightInput, check_files, file_sha256, read_manifest
-from trtkv.engine.native import native_sms, record_native, write_native
+from trtkv.engine.native import check_self_contained, native_sms, record_native, write_native
 from trtkv.engine.profiles import profiles
 from trtkv.engine.targets import Targets, choose_targets
 from trtkv.engine.tensorrt import build_plan
@@ -85,6 +85,8 @@ def build_engine(request: Request, progress: Progress = lambda stage, fraction: 
     backend = _backend(request.backend)
     targets = choose_targets(request.sms, load(backend) if backend else None, insisted=request.backend is not None)
     specs, no_kernels = list_kernels(plan, request.model, limits, targets.kernels)
+    if request.self_contained:
+        check_self_contained(targets, backend)
     native = record_native(plan, request.model, limits, native_sms(targets, request.sms), request.tp) if request.native else None
     plan_key = _plan_key(request, plan, graph, backend, targets)
     inside = [[spec.arch, spec.name] for spec in native.specs] + [request.self_contained] if native else None
@@ -100,8 +102,8 @@ def build_engine(request: Request, progress: Progress = lambda stage, fraction: 
         kernels = write_kernels(specs, stage, progress, fresh=request.force) if specs else None
         parts: dict[str, Any] = {"plan_info": info, "plan_missing": no_plan, "kernels": kernels, "kernels_missing": no_kernels}
         if native:
-            given = {"targets": targets, "backend": backend, "self_contained": request.self_contained, "fresh": request.force}
-            parts["native"] = write_native(native, graph, stage, progress, **given)
+            where = (targets, backend if request.self_contained else None)
+            parts["native"] = write_native(native, graph, stage, progress, where, self_contained=request.self_contained, fresh=request.force)
         parts["weights_hash"] = weights_hash
         manifest = _manifest(request, plan, decoder.weights, identity, parts, stage)
         manifest.write(stage)

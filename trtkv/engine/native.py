@@ -68,11 +68,11 @@ def native_sms(targets: Targets, asked: Sequence[str]) -> tuple[str, ...]:
 
 
 def write_native(
-    native: Native, graph: bytes, stage: Path, progress: Progress, *, targets: Targets, backend: str | None, self_contained: bool, fresh: bool = False
+    native: Native, graph: bytes, stage: Path, progress: Progress, where: tuple[Targets, str | None], *, self_contained: bool, fresh: bool = False
 ) -> NativeInfo:
-    """Write the library below an engine directory, and with it inside a plan of decode steps where requested.
+    """Write the library below an engine directory, and a plan with it inside where requested: for which GPUs, by which TensorRT.
 
-    Raises BuildError for what does not compile, and where no plan can be built.
+    Raises BuildError for what does not compile.
     """
     started, folder = time.perf_counter(), stage / FOLDER
     folder.mkdir()
@@ -81,15 +81,19 @@ def write_native(
     for spec, binary in compile_all(specs, fresh):
         binaries[spec] = binary
         progress("native library", len(binaries) / (len(specs) + 1))
-    library.compile_library(tables.pack(native.nodes, native.sms, native.steps, binaries), folder / library.NAME)
+    file = folder / library.NAME
+    library.compile_library(tables.pack(native.nodes, native.sms, native.steps, binaries), file)
     if self_contained:
-        if backend is None or targets.no_plan is not None:
-            raise BuildError(f"no plan holds the library: {targets.no_plan or 'no TensorRT builds one here'}", "Leave --self-contained out.")
-        both = profiles(native.nodes.plan, native.nodes.limits)
-        built = build_plan(
-            graph, both, backend=backend, sms=targets.plan, faces=FACES.values(), libraries=[folder / library.NAME], progress=progress
-        )
+        (targets, backend), both = where, profiles(native.nodes.plan, native.nodes.limits)
+        built = build_plan(graph, both, backend=backend, sms=targets.plan, faces=FACES.values(), libraries=[file], progress=progress)
         (folder / PLAN).write_bytes(built.data)
     progress("native library", 1.0)
-    size = (folder / library.NAME).stat().st_size
-    return NativeInfo(sms=native.sms, kernels=len(specs), size_bytes=size, self_contained=self_contained, seconds=round(time.perf_counter() - started, 2))
+    spent = round(time.perf_counter() - started, 2)
+    return NativeInfo(sms=native.sms, kernels=len(specs), size_bytes=file.stat().st_size, self_contained=self_contained, seconds=spent)
+
+
+def check_self_contained(targets: Targets, backend: str | None) -> None:
+    """Raise BuildError where no plan can be built that holds the library."""
+    reason = targets.no_plan or (None if backend else "no TensorRT builds one here")
+    if reason is not None:
+        raise BuildError(f"no plan can hold the native library: {reason}", "Leave --self-contained out.")

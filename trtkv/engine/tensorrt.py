@@ -61,7 +61,8 @@ def build_plan(
     """Compile a graph; equal graphs, profiles and targets give equal bytes on a portable backend.
 
     backend is "tensorrt", "tensorrt_rtx" or None for whichever is installed; sms are compute capabilities such as "89", none for the
-    backend's usual ones (the GPU at hand for full TensorRT); libraries of plugins go into the plan; progress gets a stage and a fraction 0..1 that never falls, on another thread;
+    backend's usual ones (the GPU at hand for full TensorRT); libraries of plugins go into the plan;
+    progress gets a stage and a fraction 0..1 that never falls, on another thread;
     cancelled is polled. Raises BuildError, KeyboardInterrupt when interrupted, or what progress or cancelled raise.
     """
     chosen = load(backend)

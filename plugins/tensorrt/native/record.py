@@ -45,7 +45,7 @@ _VIEWS = ("view", "unflatten", "flatten", "unsqueeze", "__getitem__")
 _QUESTIONS = ("__get__", "device", "size", "stride", "dim", "numel", "data_ptr", "untyped_storage", "storage_offset", "element_size", "is_contiguous")
 
 
-class Unrepeatable(Exception):  # noqa: N818 - a finding, which ends as a sentence for the user
+class Unrepeatable(Exception):
     """A node does something that is no launch of a kernel."""
 
 
@@ -61,7 +61,7 @@ class Scratch:
 class Call:
     """A launch as it is repeated; threads is 0 where the compiled kernel says how many, and how much shared memory.
 
-    A launch for chunks of at most L tokens, of which a block takes `per`, has (L + per - 2) / per + 1 blocks for each in its grid; per is 0 otherwise.
+    A launch for chunks of at most L tokens, of which a block takes `per`, has (L + per - 2) / per + 1 blocks for each; per is 0 otherwise.
     """
 
     spec: Spec
@@ -143,7 +143,7 @@ class _Tensors(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[int, tuple[Any, float | None]] = {}  # by storage, which is kept: its number stays its own
+        self.made: dict[int, tuple[Any, int | None]] = {}  # by storage, which is kept: its number stays its own
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         more, name = kwargs or {}, getattr(func, "__name__", str(func))
@@ -227,7 +227,8 @@ class _Recorder:
         out = torch.empty(shape, dtype=torch.int32 if face.integer_output else inputs[0].dtype, device=META)
         del self.made.launches[:]
         run(cache, layer, config, inputs, out)
-        known = {_storage(tensors[layer]): (BUFFER, index) for index, tensors in enumerate(cache.buffers.values()) if tensors[layer] is not None}
+        own = ((index, tensors[layer]) for index, tensors in enumerate(cache.buffers.values()))
+        known = {_storage(tensor): (BUFFER, index) for index, tensor in own if tensor is not None}
         known |= {_storage(one): (INPUT, index) for index, one in enumerate(inputs)} | {_storage(out): (OUTPUT, 0)}
         return tuple(self._call(one, known) for one in self.made.launches)
 
@@ -243,7 +244,7 @@ class _Recorder:
             return (FLOAT, 4, float(value)) if kind is Float else (INTEGER, 8 if kind is Long else 4, int(value))
         place = _storage(value)
         where = known.get(place) or (SCRATCH, self.scratch.setdefault(place, len(self.scratch)))
-        return *where, value.storage_offset() * value.element_size()
+        return *where, int(value.storage_offset()) * value.element_size()
 
     def inputs(self, face: OpFace, layer: int, new: int) -> list[Tensor]:
         """Make the inputs of a node for so many new tokens a sequence."""
@@ -264,4 +265,4 @@ class _Recorder:
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

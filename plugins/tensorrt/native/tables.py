@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import trtkv
 from plugins.device.spec import Binary, Spec
@@ -82,7 +83,7 @@ class _Sections:
 
     def blob(self, texts: Sequence[int], sizes: Sequence[int], kinds: bytes, devices: bytes) -> bytes:
         """Put everything in one piece: header, sections at multiples of sixteen bytes, cubins at multiples of 64."""
-        parts = [
+        parts: list[tuple[bytes | bytearray, int]] = [
             (kinds, 4), (bytes(16 * len(self.cubins)), 16), (self.kernels, 24), (self.launches, 48), (self.arguments, 16), (self.programs, 8),
             (self.nodes, 4), (self.scratch, 16), (self.steps, 16), (devices, 16), (self.texts, 1),
         ]  # fmt: skip
@@ -102,7 +103,7 @@ class _Sections:
         return self.known[key]
 
     def _add_nodes(self, step: Step) -> int:
-        numbers = [self.once(("program", node), lambda node=node: self._add_program(node)) for node in _nodes(step)]
+        numbers = [self.once(("program", node), partial(self._add_program, node)) for node in _nodes(step)]
         return self._append(self.nodes, struct.pack(f"<{len(numbers)}I", *numbers), 4)
 
     def _add_program(self, node: tuple[Call, ...]) -> int:
