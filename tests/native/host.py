@@ -34,7 +34,7 @@ def missing() -> str | None:
 
 def compile_source(name: str, out: Path, *more: str) -> Path:
     """Compile one of this folder's sources to a shared object."""
-    words = [*library._command(), "-std=c++17", "-O2", "-fPIC", "-shared", str(HERE / name), *more, "-ldl", "-o", str(out)]
+    words = [*library.command(), "-std=c++17", "-O2", "-fPIC", "-shared", str(HERE / name), *more, "-ldl", "-o", str(out)]
     subprocess.run(words, check=True)
     return out
 

@@ -1,6 +1,7 @@
 """Compares what a library launches with what Python's nodes launch, over a driver that runs nothing; in a process of its own, whose driver it is.
 
-python -m tests.native.launches ENGINE FOLDER: exit code 1 where anything differs.
+python -m tests.native.launches POLICY FOLDER: prints how many launches were compared, and what is said of bad input; exit code 1 where one differs.
+Kernels are not compiled: the library holds their names instead.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plugins.device import store
-from plugins.device.spec import Float, Long, Pointer
+from plugins.device.spec import Binary, Float, Long, Pointer, Spec
+from plugins.device.triton_aot import TritonSpec
 from plugins.nodes import SELECT
-from plugins.tensorrt.native.library import NAME
+from plugins.tensorrt.native import library, tables
 from plugins.tensorrt.native.record import BUFFER, CHUNK, INPUT, NODES, OUTPUT, SCRATCH, Call, Nodes, Step, _Recorder
-from plugins.tensorrt.native.tables import MULTIPROCESSORS
 from tests.native.host import FAKE, Failed, NativeHost, compile_source
-from trtkv.engine.manifest import read_manifest
-from trtkv.engine.native import FOLDER
+from trtkv.config import Limits, ModelConfig
 from trtkv.graph.decoder import op_config
+from trtkv.policies.registry import parse_policy
 
+SMS = ("89", "90")
 DEVICES = (("90", 132), ("90", 133), ("90", 78), ("89", 58))
+MODEL = ModelConfig(
+    model_type="qwen3", hidden_size=64, intermediate_size=64, num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=128, vocab_size=99, qk_norm=True
+)
 
 
 class Config(ctypes.Structure):
@@ -51,14 +55,14 @@ CLUSTER, COOPERATIVE, OVERLAP = 4, 2, 6  # numbers of attributes
 class Check:
     """One engine's library beside its Python nodes."""
 
-    def __init__(self, engine: Path, folder: Path) -> None:
+    def __init__(self, policy: str, folder: Path) -> None:
         self.fake = ctypes.CDLL(str(compile_source("fake_driver.cpp", folder / FAKE, "-Wl,-soname,libcuda.so.1")), mode=ctypes.RTLD_GLOBAL)
-        manifest = read_manifest(engine)
-        assert manifest.native is not None
-        self.plan, self.limits, self.sms = manifest.cache, manifest.limits, manifest.native.sms
-        configs = [op_config(manifest.model, self.plan, layer) for layer in range(self.plan.num_layers)]
-        self.nodes = Nodes(self.plan, configs, self.limits, manifest.model.qk_norm)
-        self.host = NativeHost(engine / FOLDER / NAME, None, folder)
+        self.plan, self.limits = parse_policy(policy).plan(MODEL), Limits(max_seq_len=4096, max_batch_size=2, max_chunk_tokens=64)
+        self.nodes = Nodes(self.plan, [op_config(MODEL, self.plan, layer) for layer in range(MODEL.num_layers)], self.limits, MODEL.qk_norm)
+        steps = tables.record_all(self.nodes, SMS)
+        self.binaries = {spec: stand_in(spec) for spec in tables.specs_of(steps)}
+        library.compile_library(tables.pack(self.nodes, SMS, steps, self.binaries), folder / library.NAME)
+        self.host = NativeHost(folder / library.NAME, None, folder)
         self.callback, self.seen = CALLBACK(self.launched), list[dict[str, Any]]()
         self.expected: list[Call] = []
         size = 1 + len(self.plan.buffers) * self.plan.num_layers
@@ -91,7 +95,7 @@ class Check:
     def step(self, arch: str, multiprocessors: int, batch: int) -> int:
         """Compare all nodes of a step of so many sequences; returns the launches."""
         self.device(arch, multiprocessors)
-        known = max(one for one in MULTIPROCESSORS[arch] if one <= multiprocessors)
+        known = max(one for one in tables.MULTIPROCESSORS[arch] if one <= multiprocessors)
         wanted, count = self.nodes.step(arch, known, batch), 0
         scratch: dict[int, int] = {}
         cases = itertools.product(enumerate(self.nodes.kinds), (1, CHUNK, 40), enumerate(NODES))
@@ -113,8 +117,8 @@ class Check:
 
     def compare(self, seen: dict[str, Any], call: Call, step: Step, layer: int, inputs: list[Tensor], out: Tensor, scratch: dict[int, int]) -> None:
         """Compare one launch: kernel, sizes, attributes, every parameter."""
-        binary = store.obtain(call.spec)
-        assert binary is not None and ctypes.string_at(seen["image"], len(binary.cubin)) == binary.cubin and seen["name"] == call.spec.entry
+        binary = self.binaries[call.spec]
+        assert ctypes.string_at(seen["image"], len(binary.cubin)) == binary.cubin and seen["name"] == call.spec.entry
         threads, shared = (call.threads, call.shared) if call.threads else (binary.facts["threads"], binary.facts["shared"])
         assert seen["sizes"] == [*call.grid, threads, 1, 1, shared] and seen["stream"] == 77
         major = int(call.spec.arch) // 10
@@ -171,10 +175,14 @@ class Check:
         return said
 
 
+def stand_in(spec: Spec) -> Binary:
+    """Return what stands for a compiled kernel: its name."""
+    return Binary(spec.name.encode().ljust(64), {"threads": 128, "shared": 3000, "scratch": 2} if isinstance(spec, TritonSpec) else {})
+
+
 def main() -> None:
-    check = Check(Path(sys.argv[1]), Path(sys.argv[2]))
-    devices = [one for one in DEVICES if one[0] in check.sms]
-    launches = [check.step(*one, batch) for one in devices for batch in range(1, check.limits.max_batch_size + 1)]
+    check = Check(sys.argv[1], Path(sys.argv[2]))
+    launches = [check.step(*one, batch) for one in DEVICES for batch in range(1, check.limits.max_batch_size + 1)]
     print(json.dumps({"launches": sum(launches), "said": check.refusals()}))
 
 

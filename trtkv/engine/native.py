@@ -22,7 +22,7 @@ from trtkv.errors import BuildError
 from trtkv.graph.decoder import op_config
 from trtkv.plan import CachePlan
 
-FOLDER = "native"  # of an engine directory
+FOLDER, LAYOUT = "native", "layout.txt"  # of an engine directory, and what of it says how the cache lies in memory
 WITHOUT = "Build without --native: the Python plugins run every policy."
 ALSO = {"80": "86"}  # a table serves the GPUs whose blocks have as much shared memory
 
@@ -82,6 +82,7 @@ def write_native(
         binaries[spec] = binary
         progress("native library", len(binaries) / (len(specs) + 1))
     file = folder / library.NAME
+    (folder / LAYOUT).write_text(layout(native.nodes.plan, native.nodes.limits))
     library.compile_library(tables.pack(native.nodes, native.sms, native.steps, binaries), file)
     if self_contained:
         (targets, backend), both = where, profiles(native.nodes.plan, native.nodes.limits)
@@ -90,6 +91,19 @@ def write_native(
     progress("native library", 1.0)
     spent = round(time.perf_counter() - started, 2)
     return NativeInfo(sms=native.sms, kernels=len(specs), size_bytes=file.stat().st_size, self_contained=self_contained, seconds=spent)
+
+
+def layout(plan: CachePlan, limits: Limits) -> str:
+    """Write what a program without Python has to allocate: layers, page groups, tokens of a page, pages of a sequence, slots; then the buffers.
+
+    A buffer is its name, whether its rows are pages or slots (P or Z), the bytes of a row, and for every layer whether it has one. The `state` table
+    has their addresses in this order, behind a number that only Python reads.
+    """
+    lines = [f"{plan.num_layers} {plan.num_page_groups} {plan.page_size} {plan.pages(limits.max_seq_len)} {limits.max_batch_size}"]
+    for spec in plan.buffers:
+        there = "".join(str(int(layer in spec.layers)) for layer in range(plan.num_layers))
+        lines.append(f"{spec.name} {spec.shape[0]} {spec.row_bytes} {there}")
+    return "\n".join(lines) + "\n"
 
 
 def check_self_contained(targets: Targets, backend: str | None) -> None:

@@ -24,7 +24,7 @@ FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-stati
 
 def check() -> None:
     """Raise BuildError where the compiler or a header is missing."""
-    _command()
+    command()
 
 
 def compile_library(blob: bytes, out: Path) -> None:
@@ -32,14 +32,15 @@ def compile_library(blob: bytes, out: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="trtkv-") as folder:
         tables = Path(folder) / "tables.bin"
         tables.write_bytes(blob)
-        words = [*_command(), *(str(HERE / one) for one in SOURCES), f'-DTABLES="{tables}"', *FLAGS, "-ldl", "-o", str(out)]
+        words = [*command(), *(str(HERE / one) for one in SOURCES), f'-DTABLES="{tables}"', *FLAGS, "-ldl", "-o", str(out)]
         done = subprocess.run(words, check=False, capture_output=True, text=True)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["it gave no reason"]
         raise BuildError(f"the native library does not compile: {' '.join(lines[0].split())[:300]}", f"Check {words[0]} and {SETTING}.")
 
 
-def _command() -> list[str]:
+def command() -> list[str]:
+    """Return the compiler with the folders of headers; raises BuildError where something is missing."""
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise BuildError("the native library needs a C++ compiler, and there is no g++", "Install g++, or name a compiler with CXX.")
