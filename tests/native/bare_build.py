@@ -7,6 +7,8 @@ from pathlib import Path
 
 import tensorrt_rtx as trt
 
+kept: list[object] = []  # TensorRT's objects outlive those that they belong to
+
 
 def build(graph: bytes, library: str, pages: int, groups: int, *, inside: bool) -> bytes:
     """Build for two sequences on sm 89."""
@@ -17,6 +19,7 @@ def build(graph: bytes, library: str, pages: int, groups: int, *, inside: bool) 
     if not parser.parse(graph):
         sys.exit(f"not parsed: {parser.get_error(0).desc()}")
     config = builder.create_builder_config()
+    kept.extend((log, builder, network, parser, config))
     config.max_aux_streams = 0
     profile = builder.create_optimization_profile()
     shapes = {"cu_seqlens": (3,), "stored_lens": (groups, 2), "page_table": (groups, 2, pages)}

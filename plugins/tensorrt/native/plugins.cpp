@@ -220,14 +220,22 @@ class Creator : public IPluginCreatorV3One {
 Creator creators[] = {Creator(kFaces[0]), Creator(kFaces[1]), Creator(kFaces[2])};
 IPluginCreatorInterface* const kCreators[] = {&creators[0], &creators[1], &creators[2]};
 
-// A library that is only opened, as polygraphy and trtexec do, registers itself.
+// A library that is only opened, as polygraphy and trtexec do, registers itself; who asks for its creators registers them, and only once can they be.
 struct Registration {
+  IPluginRegistry* registry = nullptr;
+  std::vector<IPluginCreatorInterface*> registered;
   Registration() {
-    auto const registry = find_symbol<IPluginRegistry* (*)()>("getPluginRegistry");
-    if (!registry || !registry()) return;
-    for (auto* one : kCreators) registry()->registerCreator(*one, kDomain);
+    auto const find = find_symbol<IPluginRegistry* (*)()>("getPluginRegistry");
+    registry = find ? find() : nullptr;
+    for (auto* one : kCreators) {
+      if (registry && registry->registerCreator(*one, kDomain)) registered.push_back(one);
+    }
   }
-} const registration;
+  void release() {
+    for (auto* one : registered) registry->deregisterCreator(*one);
+    registered.clear();
+  }
+} registration;
 
 } // namespace
 } // namespace trtkv
@@ -235,6 +243,7 @@ struct Registration {
 extern "C" {
 __attribute__((visibility("default"))) void setLoggerFinder(ILoggerFinder* given) { trtkv::finder = given; }
 __attribute__((visibility("default"))) IPluginCreatorInterface* const* getCreators(int32_t& count) {
+  trtkv::registration.release();
   count = 3;
   return trtkv::kCreators;
 }
