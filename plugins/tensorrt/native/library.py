@@ -18,8 +18,19 @@ SETTING = "TRTKV_TENSORRT_INCLUDE"
 HEADER = "NvInferRuntime.h"
 HERE = Path(__file__).parent
 SOURCES = ("plugins.cpp", "session.cpp", "driver.cpp", "blob.cpp")
-FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-static-libstdc++", "-static-libgcc", "-s", "-Wl,-z,noexecstack",
-         "-Wl,-z,nodelete", f"-Wl,--version-script={HERE / 'exports.map'}")  # fmt: skip  - a registry may hold creators of a library that it closed
+FLAGS = (
+    "-std=c++17",
+    "-O2",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    "-static-libstdc++",
+    "-static-libgcc",
+    "-s",
+    "-Wl,-z,noexecstack",
+    "-Wl,-z,nodelete",
+    f"-Wl,--version-script={HERE / 'exports.map'}",
+)  # fmt: skip  - a registry may hold creators of a library that it closed
 
 
 def check() -> None:
