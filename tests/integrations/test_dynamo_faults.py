@@ -240,8 +240,9 @@ def test_who_forgets_to_say_that_there_is_no_etcd_is_told(engine: Path, tmp_path
     ],
 )
 def test_flags_that_dynamo_does_not_take_are_named(flags: list[str], said: str, tmp_path: Path) -> None:
+    from trtkv.integrations.dynamo.apart import Meeting
     from trtkv.integrations.dynamo.command import worker_config
     from trtkv.integrations.dynamo.settings import Settings
 
     with pytest.raises(ConfigError, match=said):
-        worker_config(Settings(tmp_path, "tiny", tmp_path, {}, Queue()), "agg", flags)
+        worker_config(Settings(tmp_path, "tiny", tmp_path, {}, Queue(), Meeting("agg", "127.0.0.1", 0, "tcp")), "agg", flags)

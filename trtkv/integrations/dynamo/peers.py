@@ -17,13 +17,17 @@ LEASE_S = 12.0  # after so long a worker that was killed is forgotten, and one w
 LOOK_S = 0.5
 PATIENCE_S = 60.0
 FOUND = "others:"
+ASKED = ("file", "etcd")
 
 
 def check_peers(config: Any, engine: str) -> None:
     """Raise ConfigError where workers of another engine hold a worker's endpoint; `config` is Dynamo's WorkerConfig.
 
-    A process of its own asks, because the runtime of this one is not its to have twice.
+    A process of its own asks, because a second runtime in this one would share its ports. Kubernetes is not asked: there the operator gives every
+    version a namespace, and a pod's entry belongs to one process.
     """
+    if config.discovery_backend not in ASKED:
+        return
     place = f"{config.namespace}.{config.component}.{config.endpoint}"
     words = [config.discovery_backend, config.request_plane, config.event_plane or "", place, engine]
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("DYN_SYSTEM_", "OTEL_"))}
