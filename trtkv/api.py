@@ -54,6 +54,8 @@ def build(
     backend: str | None = None,
     sms: Sequence[str] | None = None,
     tp: int = 1,
+    native: bool = False,
+    self_contained: bool = False,
     force: bool = False,
     progress: Callable[[str, float], None] = lambda stage, fraction: None,
 ) -> Path:
@@ -63,21 +65,24 @@ def build(
     """
     from trtkv.engine.directory import Request, build_engine
 
-    sets = list(sets)
+    sets, native = list(sets), native or self_contained
     source, config, chosen = prepare(model, policy, budget, sets, dtype, rope_scaling)
     limits = limits_for(config, max_seq_len, max_batch_size, max_chunk_tokens)
     chosen.check_parts(tp)
     target = Path(out) if out else Path("engines") / f"{Path(source.name).name}-{chosen.name.replace(':', '-')}"
     given = {"budget": budget, "dtype": dtype, "rope-scaling": rope_scaling, "backend": backend, "tp": None if tp == 1 else tp}
+    given |= {"native": native or None, "self-contained": self_contained or None}
     command = rebuild_command(model, policy if isinstance(policy, str) else chosen.name, target, limits, sets, given)
-    request = Request(source, config.part(tp), chosen, limits, target, tuple(sms or ()), backend, force, command, tp)
+    request = Request(
+        source, config.part(tp), chosen, limits, target, tuple(sms or ()), backend, force, command, tp, native or self_contained, self_contained
+    )
     return build_engine(request, progress).path
 
 
 def rebuild_command(model: str, policy: str, out: Path, limits: Limits, sets: Iterable[str], given: Mapping[str, object]) -> str:
-    """Write the command that builds an engine again, for any GPU; given are further options by name, None for those that were left out."""
+    """Write the command that builds an engine again, for any GPU; given are further options by name, None where left out, True for flags."""
     words = ["trtkv", "build", "--model", model, "--policy", policy, "--out", str(out)]
-    words += [word for name, value in given.items() if value is not None for word in (f"--{name}", str(value))]
+    words += [word for name, value in given.items() if value is not None for word in ([f"--{name}"] if value is True else [f"--{name}", str(value)])]
     words += [word for item in sets for word in ("--set", item)]
     words += [word for name, value in limits.model_dump().items() for word in (f"--{name.replace('_', '-')}", str(value))]
     return shlex.join(words)

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from plugins.attend.block_sparse import launch as block_sparse
 from plugins.cache.formats import Format, find_format
 from plugins.config import OpConfig
+from plugins.device import recording
 from plugins.select.summary import outliers, why_selects_in_torch
 from trtkv.config import DTYPE_BYTES
 from trtkv.lazy import torch
@@ -23,9 +24,13 @@ MOST_EARLY_BYTES = 1 << 24  # of a step's page bounds up to which they are prefe
 DENSE_BYTES, DENSE_BYTES_FULL, FULL_ROWS = {True: 34_000_000, False: 10_000_000}, {True: 70_000_000, False: 36_000_000}, 32  # whether the former
 
 
-@cache
 def gpu_ready(device: torch.device) -> str | None:
-    """Say why no kernel runs on a device, None when they do."""
+    """Say why no kernel runs on a device, None when they do or their launches are recorded."""
+    return None if recording.current() is not None else _gpu_ready(device)
+
+
+@cache
+def _gpu_ready(device: torch.device) -> str | None:
     if device.type != "cuda":
         return "no CUDA device is used"
     if torch.cuda.get_device_capability(device) < (8, 0):

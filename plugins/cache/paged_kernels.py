@@ -24,7 +24,7 @@ from plugins.cache.indexes import published_queries
 from plugins.cache.indexes.append_targets import group_summary
 from plugins.cache.kernel_support import MOST_EARLY_BYTES
 from plugins.config import OpConfig
-from plugins.device.driver import arch
+from plugins.device.driver import arch, multiprocessors
 from plugins.select.summary import summary_of
 from trtkv.config import DTYPE_BYTES
 
@@ -155,6 +155,5 @@ def _decode(
 
 def dense_scratch(cache: Cache, config: OpConfig, batch: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return what dense attention needs for a batch; layers use it in turn."""
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    plan = launch_dense.DenseScratch.plan(config.num_q_heads // config.num_kv_heads, config.head_dim, multiprocessors)
+    plan = launch_dense.DenseScratch.plan(config.num_q_heads // config.num_kv_heads, config.head_dim, multiprocessors(device))
     return cache.scratch(("attend", batch), lambda: plan.allocate(device))

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
+from plugins.device import recording
 from plugins.device.spec import Binary, Long, Pointer, Spec
 from trtkv.errors import CapacityError, EngineError
 
@@ -100,9 +101,20 @@ class Kernel:
 
 def arch() -> str:
     """Name the current device's compute capability, such as "90", with the specific features of sm_90 and later left out."""
+    if (asked := recording.current()) is not None:
+        return asked.arch
     import torch
 
     return _arch(torch.cuda.current_device())
+
+
+def multiprocessors(device: Any) -> int:
+    """Count the multiprocessors of a device."""
+    if (asked := recording.current()) is not None:
+        return asked.multiprocessors
+    import torch
+
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def current_stream() -> int:

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from plugins.device import store
+from plugins.device import recording, store
 from plugins.device.driver import arch, current_stream
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Float, Int, Pointer, Spec
@@ -86,6 +86,9 @@ def launch(
 
     threads and shared are for CUDA: of a Triton kernel its compiler decides both. Loads the kernel where that has not happened before.
     """
+    if (asked := recording.current()) is not None:
+        asked.launches.append(recording.Launch(spec, grid, threads, shared, cluster, overlap, cooperative, tuple(values)))
+        return
     kernel = store.load(spec)
     if not threads:
         threads, shared = kernel.threads, kernel.shared

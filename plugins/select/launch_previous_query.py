@@ -9,13 +9,23 @@ from torch import Tensor
 from plugins.device import kernel
 from plugins.device.driver import arch
 from plugins.device.dtypes import TRITON_DTYPES
-from plugins.device.kernel import TritonKernel, typed
+from plugins.device.kernel import CudaKernel, TritonKernel, typed
+from plugins.device.spec import Int, Pointer
 from plugins.device.triton_aot import TritonSpec
 
 SPECULATE = TritonKernel(
     Path(__file__).parent / "previous_query_kernel.py", "_speculate_kernel",
     {**typed("*real", "query", "remembered"), "slots": "*i32", "taus": "*fp32", "out": "*real", "query_stride": "i32", "tau": "fp32"},
 )  # fmt: skip
+
+FORGET = CudaKernel(Path(__file__).parent / "forget.cu", "forget_queries", (Pointer, Pointer, Int))
+FORGET_THREADS = 256
+
+
+def forget(remembered: Tensor, slots: Tensor) -> None:
+    """Forget the queries [Z, Hq, D] of the sequences in slots [B] int32, of whose prompts more is being read."""
+    words = remembered.shape[1] * remembered.shape[2] // 2
+    kernel.launch(FORGET.variant(arch()), (slots.shape[0], 1, 1), (remembered, slots, words), threads=FORGET_THREADS)
 
 
 def speculate(query: Tensor, remembered: Tensor, slots: Tensor, taus: Tensor, tau: float, num_kv_heads: int) -> Tensor:

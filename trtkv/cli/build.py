@@ -35,6 +35,8 @@ def build(
     backend: str | None = None,
     sm: list[str] | None = None,
     tp: Count = 1,
+    native: bool = False,
+    self_contained: bool = False,
     via: str | None = None,
     force: bool = False,
     json: bool = False,
@@ -56,6 +58,8 @@ def build(
         sm: Compute capabilities to build for, such as 89 or 80,89,90,120, or none to compile no kernels. By default kernels are for the GPU at hand,
             or for all four without one.
         tp: GPUs that share the KV heads of every layer; the engine then runs on so many.
+        native: Write the plugins as a C++ library, too, with which TensorRT runs the plan without Python.
+        self_contained: Write a plan that holds this library, too, so that one file runs alone.
         via: tensorrt-llm lets TensorRT-LLM 1.2.x build the plan from its own model definition, weights inside; tensorrt-llm:DIRECTORY takes what
             trtllm-build wrote there.
         force: Build again even if the directory is up to date.
@@ -83,6 +87,8 @@ def build(
             backend=backend,
             sms=sm,
             tp=tp,
+            native=native,
+            self_contained=self_contained,
             force=force,
             progress=report,
         )
@@ -99,6 +105,7 @@ def build(
         "kernels": len(kernels.files) if kernels else 0,
         "kernel_sms": list(kernels.sms) if kernels else [],
         "kernel_bytes": sum(one.size_bytes for one in kernels.files) if kernels else 0,
+        "native_bytes": manifest.native.size_bytes if manifest.native else 0,
         "kernels_s": kernels.seconds if kernels else 0.0,
         "kv_bytes_per_token": ByteCount(plan, find_format(plan)).bytes_per_token,
         "max_seq_len": manifest.limits.max_seq_len,

@@ -24,6 +24,8 @@ def build_via(
     backend: str | None,
     sms: Sequence[str] | None,
     tp: int,
+    native: bool,
+    self_contained: bool,
     force: bool,
     progress: Callable[[str, float], None],
 ) -> Path:
@@ -33,7 +35,7 @@ def build_via(
     from trtkv.integrations.tensorrt_llm import build as through
 
     taken = through.parse_via(via)
-    for flag, given in (("--rope-scaling", rope_scaling), ("--backend", backend), ("--tp", tp > 1)):
+    for flag, given in (("--rope-scaling", rope_scaling), ("--backend", backend), ("--tp", tp > 1), ("--native", native or self_contained)):
         if given:
             raise BuildError(f"{flag} does not go with --via {through.VIA}", "Leave one of them out.")
     source, config, chosen = api.prepare(model, policy, budget, sets, dtype, None)

@@ -16,6 +16,7 @@ from plugins.cache.bytes import ByteCount
 from plugins.cache.formats import find_format
 from plugins.cache.kernel_support import in_torch, why_torch
 from plugins.config import DOMAIN
+from plugins.tensorrt.native.record import why_not
 from trtkv.engine.manifest import GRAPH, MANIFEST, PLAN, Manifest, check_files, read_manifest
 from trtkv.plan import CachePlan
 
@@ -115,6 +116,7 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
         "backend": f"{info.backend} {info.version}" if info else None,
         "sms": list(info.sms) if info else [],
         "runs_here": _runs_here(manifest),
+        "plugins_by": _plugins_by(manifest),
         "weights": "in the plan; the torch executor takes the checkpoint's" if info and info.holds_weights else "the checkpoint's",
         "checkpoint": manifest.checkpoint or manifest.hub,
         "source": manifest.source,
@@ -132,6 +134,15 @@ def _runs_here(manifest: Manifest) -> str:
     where = "cuda" if torch.cuda.is_available() else "cpu"
     reason = manifest.plan_missing if manifest.plan_info is None else can_run(manifest.plan_info, manifest.command)
     return f"torch on {where}: {reason}" if reason else f"TensorRT ({manifest.plan_info.backend if manifest.plan_info else ''})"
+
+
+def _plugins_by(manifest: Manifest) -> str:
+    """Say what runs the plugin nodes: Python, and for which GPUs a library; where there is none, whether there could be."""
+    native, reason = manifest.native, "it is one part of several" if manifest.tp > 1 else why_not(manifest.cache)
+    if native is not None:
+        inside = "; native/engine.plan holds it" if native.self_contained else ""
+        return f"Python; outside of Python the native library, for sm {', '.join(native.sms)}{inside}"
+    return f"Python; no native library runs this policy: {reason}" if reason else "Python; trtkv build --native writes a native library, too"
 
 
 def _buffers(manifest: Manifest) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ def write_kernels(specs: Sequence[Spec], stage: Path, progress: Progress, *, fre
     started = time.perf_counter()
     files = []
     progress("kernels", 0.0)
-    for spec, binary in _compile_all(specs, fresh):
+    for spec, binary in compile_all(specs, fresh):
         file = store.write(stage / FOLDER, spec, binary).relative_to(stage)
         files.append(KernelFile(file=file.as_posix(), kernel=spec.title, sm=spec.arch, options=tuple(spec.options()), size_bytes=len(binary.cubin)))
         progress("kernels", len(files) / len(specs))
@@ -48,8 +48,8 @@ def write_kernels(specs: Sequence[Spec], stage: Path, progress: Progress, *, fre
     return KernelsInfo(sms=sms, files=tuple(files), seconds=round(time.perf_counter() - started, 2))
 
 
-def _compile_all(specs: Sequence[Spec], fresh: bool) -> Iterator[tuple[Spec, Binary]]:
-    """Yield every kernel as it is done; what has to be compiled is remembered in the user's folder."""
+def compile_all(specs: Sequence[Spec], fresh: bool) -> Iterator[tuple[Spec, Binary]]:
+    """Yield every kernel as it is done, from the user's folder unless fresh ones are requested; what has to be compiled is remembered there."""
     waiting: dict[str, list[Spec]] = {}  # one file may hold several functions
     for spec in specs:
         binary = None if fresh else store.obtain(spec)

@@ -23,6 +23,7 @@ from trtkv.checkpoint.weights import Checkpoint
 from trtkv.config import Limits, ModelConfig
 from trtkv.engine.compile_kernels import list_kernels, write_kernels
 from trtkv.engine.manifest import GRAPH, PLAN, Manifest, PlanInfo, WeightInput, check_files, file_sha256, read_manifest
+from trtkv.engine.native import check_self_contained, native_sms, record_native, write_native
 from trtkv.engine.profiles import profiles
 from trtkv.engine.targets import Targets, choose_targets
 from trtkv.engine.tensorrt import build_plan
@@ -38,7 +39,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to build: model is source's configuration with dtype and rope changes applied, sms are compute capabilities as typed."""
+    """What to build: model is source's configuration with dtype and rope changes applied, sms are compute capabilities as typed.
+
+    native writes the library of the plugins as well, self_contained also a plan that holds it.
+    """
 
     source: Source
     model: ModelConfig
@@ -50,6 +54,8 @@ class Request:
     force: bool = False
     command: str = "trtkv build"
     tp: int = 1
+    native: bool = False
+    self_contained: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +85,12 @@ def build_engine(request: Request, progress: Progress = lambda stage, fraction: 
     backend = _backend(request.backend)
     targets = choose_targets(request.sms, load(backend) if backend else None, insisted=request.backend is not None)
     specs, no_kernels = list_kernels(plan, request.model, limits, targets.kernels)
+    if request.self_contained:
+        check_self_contained(targets, backend)
+    native = record_native(plan, request.model, limits, native_sms(targets, request.sms), request.tp) if request.native else None
     plan_key = _plan_key(request, plan, graph, backend, targets)
-    identity = _hash([plan_key, [[spec.arch, spec.name] for spec in specs], no_kernels, weights_hash])
+    inside = [[spec.arch, spec.name] for spec in native.specs] + [request.self_contained] if native else None
+    identity = _hash([plan_key, [[spec.arch, spec.name] for spec in specs], no_kernels, weights_hash, *([inside] if inside else [])])
     if found := _reusable(request, identity, progress):
         return found
     with _writing(request.out, progress) as stage:
@@ -90,7 +100,11 @@ def build_engine(request: Request, progress: Progress = lambda stage, fraction: 
         _copy_tokenizer(request.source, stage)
         info, no_plan = _write_plan(request, plan, graph, backend, targets, plan_key, stage, progress)
         kernels = write_kernels(specs, stage, progress, fresh=request.force) if specs else None
-        parts = {"plan_info": info, "plan_missing": no_plan, "kernels": kernels, "kernels_missing": no_kernels, "weights_hash": weights_hash}
+        parts: dict[str, Any] = {"plan_info": info, "plan_missing": no_plan, "kernels": kernels, "kernels_missing": no_kernels}
+        if native:
+            where = (targets, backend if request.self_contained else None)
+            parts["native"] = write_native(native, graph, stage, progress, where, self_contained=request.self_contained, fresh=request.force)
+        parts["weights_hash"] = weights_hash
         manifest = _manifest(request, plan, decoder.weights, identity, parts, stage)
         manifest.write(stage)
         replace_directory(stage, request.out)

@@ -52,6 +52,17 @@ class KernelsInfo(BaseModel):
     seconds: float
 
 
+class NativeInfo(BaseModel):
+    """The native library of the directory: its GPUs, kernels and size, whether a plan beside it holds it, and how long writing it took."""
+
+    model_config = ConfigDict(frozen=True)
+    sms: tuple[str, ...]
+    kernels: int
+    size_bytes: int
+    self_contained: bool
+    seconds: float
+
+
 class WeightInput(BaseModel):
     """A weight input of the graph and the checkpoint tensors that it is stacked from."""
 
@@ -89,6 +100,7 @@ class Manifest(BaseModel):
     plan_missing: str | None
     kernels: KernelsInfo | None = None
     kernels_missing: str | None = None
+    native: NativeInfo | None = None
     files: dict[str, str]
     command: str
     created: str

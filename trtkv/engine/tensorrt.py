@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from plugins.config import DOMAIN, VERSION
@@ -53,13 +54,15 @@ def build_plan(
     backend: str | None = None,
     sms: Sequence[str] = (),
     faces: Collection[OpFace],
+    libraries: Sequence[Path] = (),
     progress: Callable[[str, float], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
 ) -> Plan:
     """Compile a graph; equal graphs, profiles and targets give equal bytes on a portable backend.
 
     backend is "tensorrt", "tensorrt_rtx" or None for whichever is installed; sms are compute capabilities such as "89", none for the
-    backend's usual ones (the GPU at hand for full TensorRT); progress gets a stage and a fraction 0..1 that never falls, on another thread;
+    backend's usual ones (the GPU at hand for full TensorRT); libraries of plugins go into the plan;
+    progress gets a stage and a fraction 0..1 that never falls, on another thread;
     cancelled is polled. Raises BuildError, KeyboardInterrupt when interrupted, or what progress or cancelled raise.
     """
     chosen = load(backend)
@@ -67,7 +70,7 @@ def build_plan(
     check_ops(onnx_bytes, faces)
     register(chosen.trt, list(faces))
     monitor = make_monitor(chosen.trt, progress, cancelled)
-    job = _Job(chosen, onnx_bytes, profiles, targets, monitor)
+    job = _Job(chosen, onnx_bytes, profiles, targets, monitor, libraries)
     started = time.perf_counter()
     try:
         threading.Thread(target=job.run, name="trtkv-build", daemon=True).start()
@@ -134,7 +137,10 @@ def check_ops(onnx_bytes: bytes, faces: Collection[OpFace]) -> None:
 class _Job:
     """One build on its worker thread: what it needs, and its result."""
 
-    def __init__(self, backend: Backend, model: bytes, profiles: Sequence[Profile], targets: Sequence[str], monitor: Monitor) -> None:
+    def __init__(
+        self, backend: Backend, model: bytes, profiles: Sequence[Profile], targets: Sequence[str], monitor: Monitor, libraries: Sequence[Path]
+    ) -> None:
+        self.libraries = [str(one) for one in libraries]
         self.backend, self.model, self.profiles, self.targets, self.monitor = backend, model, profiles, targets, monitor
         self.recorder = monitor.recorder = Recorder()
         self.warnings: list[str] = []
@@ -183,6 +189,8 @@ class _Job:
         config = builder.create_builder_config()
         config.max_aux_streams = 0  # plugins order their side effects by the one stream
         config.progress_monitor = self.monitor
+        if self.libraries:
+            config.plugins_to_serialize = self.libraries
         self._add_profiles(builder, network, config, messages)
         if backend.portable:
             config.num_compute_capabilities = len(self.targets)

@@ -14,7 +14,7 @@ from plugins.cache.cache import Cache
 from plugins.cache.indexes.append_targets import ranges, words
 from plugins.cache.indexes.published_queries import take
 from plugins.config import OpConfig
-from plugins.device.driver import arch
+from plugins.device.driver import arch, multiprocessors
 from plugins.select import launch, launch_fused, launch_pages
 from plugins.select.launch_previous_query import speculate
 from plugins.select.summary import Summary, outliers, shares_selection, summary_of
@@ -107,7 +107,7 @@ def _together(cache: Cache, config: OpConfig, plan: SelectPlan, summary: Summary
 
 
 def _allocate_together(batch: int, units: int, config: OpConfig, plan: SelectPlan, summary: Summary, device: torch.device) -> _Together | None:
-    group, sms = config.num_q_heads // config.num_kv_heads, _multiprocessors(device)
+    group, sms = config.num_q_heads // config.num_kv_heads, multiprocessors(device)
     fused = launch_fused.plan_for(plan, summary, batch, config.num_kv_heads, group, config.head_dim, units, sms, arch())
     if fused is None:
         return None
@@ -180,7 +180,7 @@ def _choose_per_head(cache: Cache, layer: int, config: OpConfig, plan: SelectPla
 
 
 def _allocate_per_head(rows: int, sequences: int, units: int, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    scores, parts = launch.Scratch.plan(rows, 1, "mean", units, _multiprocessors(out.device)).allocate(rows, out.device)
+    scores, parts = launch.Scratch.plan(rows, 1, "mean", units, multiprocessors(out.device)).allocate(rows, out.device)
     return scores, parts, out.new_empty(sequences, rows // sequences, out.shape[2])
 
 
@@ -191,7 +191,7 @@ def _scores(cache: Cache, config: OpConfig, plan: SelectPlan, table: Tensor, ahe
 
 
 def _allocate(batch: int, units: int, config: OpConfig, plan: SelectPlan, device: torch.device) -> _Scores:
-    sms, heads = _multiprocessors(device), config.num_kv_heads
+    sms, heads = multiprocessors(device), config.num_kv_heads
     group = config.num_q_heads // heads
     cut = torch.empty(batch, heads, 2, dtype=torch.int32, device=device)
     if plan.unit == 1:
@@ -199,7 +199,3 @@ def _allocate(batch: int, units: int, config: OpConfig, plan: SelectPlan, device
         return _Scores(*launch.Scratch.plan(rows, group, plan.pooling, units, sms).allocate(rows, device), cut)
     pages = launch_pages.PageScratch.plan(batch, heads, group, plan.pooling, units, sms, shared=shares_selection(plan))
     return _Scores(*pages.allocate(device), cut)
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

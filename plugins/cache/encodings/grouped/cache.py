@@ -28,7 +28,7 @@ from plugins.cache.ledgers.evicting import EvictingLedger
 from plugins.cache.paged_kernels import new_tokens
 from plugins.cache.tiers.host.store import Offload
 from plugins.config import OpConfig
-from plugins.device.driver import arch
+from plugins.device.driver import arch, multiprocessors
 from trtkv.plan import CachePlan
 
 
@@ -229,12 +229,12 @@ def _taken(x: Tensor, tokens: Tensor) -> Tensor:
 
 def _scratch(store: EncodedStore, config: OpConfig, batch: int, most_tokens: int, *, listed: bool = False, alone: bool = False) -> launch.Scratch:
     device, name, rows = store.device, arch(), batch * config.num_kv_heads
-    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    sms = multiprocessors(device)
     if listed:
         block = launch.attend_block(store.form, config.head_dim, name, True)
-        splits = launch.choose_splits(block, rows, multiprocessors, most_tokens)
+        splits = launch.choose_splits(block, rows, sms, most_tokens)
     else:
-        block, splits = launch.choose_shape(store.form, config.head_dim, name, rows, multiprocessors, most_tokens)
+        block, splits = launch.choose_shape(store.form, config.head_dim, name, rows, sms, most_tokens)
     group = 1 if alone else config.num_q_heads // config.num_kv_heads
     return launch.Scratch.allocate(batch, config.num_kv_heads, group, config.head_dim, splits, device, block)
 

@@ -1,0 +1,43 @@
+"""Writes what a program without Python binds to an engine: its weights and its rotary table, one after the other in the order of the plan's inputs.
+
+python build_scripts/native_inputs.py ENGINE FILE, from the top of the tree; plugins/tensorrt/native/example/decode.cpp reads it.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import onnx
+import torch
+from torch import Tensor
+
+from plugins.device.dtypes import TORCH_DTYPES
+from trtkv.checkpoint.weights import Checkpoint
+from trtkv.engine.manifest import GRAPH, read_manifest
+from trtkv.runtime.loading import checkpoint_path
+from trtkv.runtime.rope import rope_table
+from trtkv.runtime.weights import Weight, map_weights
+
+
+def write(directory: Path, out: Path) -> int:
+    """Write the file; returns its bytes."""
+    manifest = read_manifest(directory)
+    model, checkpoint = manifest.model, Checkpoint(checkpoint_path(manifest, None))
+    found = map_weights(checkpoint, manifest.weights, TORCH_DTYPES[model.dtype], torch.device("cpu"), lambda done, total: None)
+    found["rope"] = Weight((rope_table(model.rope, model.head_dim, manifest.limits.max_seq_len),))
+    with out.open("wb") as file:
+        for one in onnx.load(str(directory / GRAPH)).graph.input:
+            file.writelines(data(part) for part in (found[one.name].parts if one.name in found else ()))
+    return out.stat().st_size
+
+
+def data(tensor: Tensor) -> bytes:
+    """Return a tensor's bytes; numpy has no bfloat16."""
+    return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit("usage: native_inputs.py ENGINE FILE")
+    print(write(Path(sys.argv[1]), Path(sys.argv[2])), "bytes")

@@ -1,0 +1,94 @@
+"""Compiles the library with g++: the sources beside this file, over a blob of tables and kernels."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from plugins.device import nvrtc
+from trtkv.errors import BuildError
+
+NAME = "libtrtkv_plugins.so"
+SETTING = "TRTKV_TENSORRT_INCLUDE"
+HEADER = "NvInferRuntime.h"
+HERE = Path(__file__).parent
+SOURCES = ("plugins.cpp", "session.cpp", "driver.cpp", "blob.cpp")
+FLAGS = (
+    "-std=c++17",
+    "-O2",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    "-static-libstdc++",
+    "-static-libgcc",
+    "-s",
+    "-Wl,-z,noexecstack",
+    "-Wl,-z,nodelete",
+    f"-Wl,--version-script={HERE / 'exports.map'}",
+)  # fmt: skip  - a registry may hold creators of a library that it closed
+
+
+def check() -> None:
+    """Raise BuildError where the compiler or a header is missing."""
+    command()
+
+
+def compile_library(blob: bytes, out: Path) -> None:
+    """Write the library of a blob; raises BuildError where the compiler or TensorRT's headers are missing, or it fails."""
+    with tempfile.TemporaryDirectory(prefix="trtkv-") as folder:
+        tables = Path(folder) / "tables.bin"
+        tables.write_bytes(blob)
+        words = [*command(), *(str(HERE / one) for one in SOURCES), f'-DTABLES="{tables}"', *FLAGS, "-ldl", "-o", str(out)]
+        done = subprocess.run(words, check=False, capture_output=True, text=True)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["it gave no reason"]
+        raise BuildError(f"the native library does not compile: {' '.join(lines[0].split())[:300]}", f"Check {words[0]} and {SETTING}.")
+
+
+def command() -> list[str]:
+    """Return the compiler with the folders of headers; raises BuildError where something is missing."""
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise BuildError("the native library needs a C++ compiler, and there is no g++", "Install g++, or name a compiler with CXX.")
+    return [compiler, *(f"-isystem{one}" for one in (HERE / "types", tensorrt_headers(), _cuda_headers()))]
+
+
+def tensorrt_headers() -> Path:
+    """Find the folder of TensorRT's headers: the one that the setting names, a package's, the system's; raises BuildError where there is none."""
+    named = os.environ.get(SETTING)
+    if named:
+        if not (Path(named) / HEADER).is_file():
+            raise BuildError(f"{SETTING} names '{named}', which has no {HEADER}", "Name the folder 'include' of TensorRT.")
+        return Path(named)
+    found = next((folder for folder in _header_folders() if (folder / HEADER).is_file()), None)
+    if found is None:
+        problem = f"the native library needs TensorRT's headers, and there is no {HEADER} here"
+        raise BuildError(problem, f"Set {SETTING} to the folder 'include' of TensorRT or TensorRT-RTX, or of a clone of NVIDIA/TensorRT.")
+    return found
+
+
+def _header_folders() -> Iterator[Path]:
+    for entry in sys.path:
+        if entry:
+            yield from sorted(Path(entry).glob("tensorrt*/include"))
+    for name in ("TENSORRT_ROOT", "TENSORRT_HOME"):
+        if name in os.environ:
+            yield Path(os.environ[name]) / "include"
+    yield from (
+        Path("/usr/include/x86_64-linux-gnu"),
+        Path("/usr/include/aarch64-linux-gnu"),
+        Path("/usr/include"),
+        Path("/usr/local/tensorrt/include"),
+    )
+
+
+def _cuda_headers() -> Path:
+    found = nvrtc.cuda_headers()
+    if found is None or not (found / "cuda.h").is_file():
+        raise BuildError("the native library needs CUDA's header cuda.h", f"Run: {nvrtc.INSTALL}.")
+    return found
