@@ -377,7 +377,9 @@ def process(plain: Path) -> Iterator[tuple[multiprocessing.process.BaseProcess, 
 
 
 @pytest.mark.parametrize("transport", ["tcp", "nixl"])
-def test_another_process(process: tuple[multiprocessing.process.BaseProcess, Connection], plain: Path, transport: str) -> None:
+def test_another_process(
+    process: tuple[multiprocessing.process.BaseProcess, Connection], plain: Path, transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
     if transport == "nixl":
         pytest.importorskip("nixl._api")
     one, pipe = process
@@ -391,6 +393,7 @@ def test_another_process(process: tuple[multiprocessing.process.BaseProcess, Con
         calls.append(batcher.submit([tokens], [greedy(25)], fetched=fetched))
         want.append(tokens)
     finish(batcher)
+    assert not caplog.records, "no other way was taken"
     engine: Engine = open_engine(plain, Options(device="cpu"))
     # The other process computes several rows at a time, so that its first token's log probability has other last bits.
     assert [[token for token, _ in answered(call)] for call in calls] == [
