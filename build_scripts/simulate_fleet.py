@@ -59,6 +59,7 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", default="8,16,32,64,128,256", help="sizes of fleets, joined by commas")
     parser.add_argument("--cache-gib", default=",".join(map(str, CACHES)), help="sizes of a GPU's cache, joined by commas")
+    parser.add_argument("--routers", nargs="+", choices=list(ROUTERS), default=list(ROUTERS))
     parser.add_argument("--per-s", type=float, default=Load().per_s, help="conversations that begin in a second for each GPU")
     parser.add_argument("--check", action="store_true", help="simulate what bench_fleet.py measured last")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -74,7 +75,7 @@ def simulate(own: argparse.Namespace) -> int:
     for gpus in map(int, own.gpus.split(",")):
         rows = list(conversations(load, gpus))
         for gib in map(int, own.cache_gib.split(",")):
-            for router in CACHES[gib]:
+            for router in (one for one in CACHES[gib] if one in own.routers):
                 found = replay(rows, steps, router, gpus, int(gib * 2**30 / TOKEN_BYTES))
                 whole = sum(one["terminal_status"] == "completed" for one in found)
                 facts = {
@@ -114,8 +115,10 @@ def check(own: argparse.Namespace) -> int:
             "hit_rate": done["hit_rate"], "ttft_p50_s": round(done["ttft_p50_ms"] / 1e3, 3), "ttft_p99_s": round(done["ttft_p99_ms"] / 1e3, 3),
             "seconds": round(end, 1),
         }  # fmt: skip
-        facts = {"fleet": " ".join(place(one)), "router": one["setting"], "measured": {name: one[name] for name in done}, "of": one["environment"]["date"]}
-        facts["steps"] = "measured there" if place(one) in timed else "of an H200"
+        facts = {
+            "fleet": " ".join(place(one)), "router": one["setting"], "measured": {name: one[name] for name in done},
+            "of": one["environment"]["date"], "steps": "measured there" if place(one) in timed else "of an H200",
+        }  # fmt: skip
         proof = {"passed": True, "compared": "beside the measured fleet"}
         append_records(own.results, [make_record("fleet-check", command(), torch.device("cpu"), proof, facts, done)])
         table.append([" ".join(place(one)), one["setting"], *(f"{done[name]} / {one[name]}" for name in done)])
