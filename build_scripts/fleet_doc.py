@@ -28,7 +28,7 @@ SIMULATED = (
     "**Simulated, not measured**: Dynamo's router in its own replay, with engines that take the step times of {model} (`full`) measured on an "
     "{machine}, fitted within {error:.1%}. For each GPU {per_s:g} conversations of {turns} turns begin in a second, of {groups} system prompts with "
     "{tokens:,} tokens; figures are of seconds {warm_s:g} to {until_s:g} from empty caches of {small} GiB. At {most} GPUs prompts find {found} of "
-    "their tokens; with caches twice as large {larger}. Policies that encode or evict share no pages: their smaller ones give a router nothing "
+    "their tokens; with caches twice as large, {larger}. Policies that encode or evict share no pages: their smaller ones give a router nothing "
     "(`build_scripts/simulate_fleet.py`)."
 )
 CHECKED = (
@@ -101,8 +101,9 @@ def simulated(records: Sequence[Record]) -> str:
     small = min(one["cache_gib"] for one in every)
     at = {(one["gpus"], one["cache_gib"], one["router"]): one for one in every}
     one = at[most, small, "kv, prompts x4"]
-    twice = at.get((most, 2 * small, "round-robin")), at.get((most, 2 * small, "kv, prompts x4"))
-    larger = " and ".join(f"{two['hit_rate']:.0%} ({two['router']})" for two in twice if two)
+    twice = [two for two in every if two["cache_gib"] == 2 * small]
+    last = max(two["gpus"] for two in twice)
+    larger = f"at {last}, " + " and ".join(f"{two['hit_rate']:.0%} ({two['router']})" for two in twice if two["gpus"] == last)
     error, machine = one["steps"]["largest_error"], one["steps"]["machine"].removeprefix("NVIDIA ")
     whole = {**one["load"], "tokens": one["load"]["system"] * 64, "model": one["model"], "machine": machine, "error": error}
     routers = {router: one["hit_rate"] for router in COLOURS for one in [at.get((most, small, router))] if one}
