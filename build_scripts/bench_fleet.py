@@ -163,12 +163,13 @@ def report(setting: str, figures: dict[str, float], outcome: Outcome, talks: Seq
     prompts: list[list[int]] = [[0] * own.turns for _ in talks]
     for one in outcome.turns:
         prompts[one.talk][one.turn] = one.prompt
-    tokenizer, cache = Tokenizer(engine), read_manifest(engine).cache
+    tokenizer, manifest = Tokenizer(engine), read_manifest(engine)
+    cache = manifest.cache
     systems = [len(tokenizer.encode(talk.system, add_special=False)) for talk in talks]
     facts = {
-        "setting": setting, "workers": 1 if setting == ONE else own.workers, "dtype": read_manifest(engine).model.dtype, "cores": os.cpu_count(),
-        **asked,
-        "page": cache.page_size, "cache_tokens": int(own.cache_gib * 2**30 / (ByteCount(cache).reserved(cache.page_size) / cache.page_size)),
+        "setting": setting, "workers": 1 if setting == ONE else own.workers, "dtype": manifest.model.dtype, "cores": os.cpu_count(), **asked,
+        "chunk": manifest.limits.max_chunk_tokens, "page": cache.page_size,
+        "cache_tokens": int(own.cache_gib * 2**30 / (ByteCount(cache).reserved(cache.page_size) / cache.page_size)),
         "groups_of": [talk.group for talk in talks], "system_tokens": systems, "prompt_tokens": prompts,
         "starts_s": [outcome.starts_s[talk] for talk in range(len(talks))],
     }  # fmt: skip

@@ -28,11 +28,12 @@ SIMULATED = (
     "**Simulated, not measured**: Dynamo's router in its own replay, with engines that take the step times of {model} (`full`) measured on an "
     "{machine}, fitted within {error:.1%}. For each GPU {per_s:g} conversations of {turns} turns begin in a second, of {groups} system prompts with "
     "{tokens:,} tokens; figures are of seconds {warm_s:g} to {until_s:g} from empty caches of {small} GiB. At {most} GPUs prompts find {found} of "
-    "their tokens; with caches twice as large {larger}. Policies that encode or evict share no pages: their smaller ones give a router nothing "
+    "their tokens; with caches twice as large, {larger}. Policies that encode or evict share no pages: their smaller ones give a router nothing "
     "(`build_scripts/simulate_fleet.py`)."
 )
 CHECKED = (
-    "Simulated like that, the measured fleet has hit rates within {hits:.0f} points, and {least} to {most} times its median time to a first token.\n"
+    "Simulated like that, the fleets above have their hit rates within {hits:.0f} points; the one with GPUs takes {whole} of its time, a first token "
+    "{last} of its p99, but {middle} of its median, which therefore is not shown."
 )
 FIGURES = {"hit_rate": "tokens of prompts found in pages", "ttft_p99_ms": "first token p99, ms", "tokens_per_s_gpu": "answered tokens/s a GPU"}
 COLOURS = {"random": "#9aa5b1", "round-robin": "#c58b00", "kv": "#7aa6f0", "kv, prompts x4": "#2f6fde"}
@@ -100,8 +101,9 @@ def simulated(records: Sequence[Record]) -> str:
     small = min(one["cache_gib"] for one in every)
     at = {(one["gpus"], one["cache_gib"], one["router"]): one for one in every}
     one = at[most, small, "kv, prompts x4"]
-    twice = at.get((most, 2 * small, "round-robin")), at.get((most, 2 * small, "kv, prompts x4"))
-    larger = " and ".join(f"{two['hit_rate']:.0%} ({two['router']})" for two in twice if two)
+    twice = [two for two in every if two["cache_gib"] == 2 * small]
+    last = max(two["gpus"] for two in twice)
+    larger = f"at {last}, " + " and ".join(f"{two['hit_rate']:.0%} ({two['router']})" for two in twice if two["gpus"] == last)
     error, machine = one["steps"]["largest_error"], one["steps"]["machine"].removeprefix("NVIDIA ")
     whole = {**one["load"], "tokens": one["load"]["system"] * 64, "model": one["model"], "machine": machine, "error": error}
     routers = {router: one["hit_rate"] for router in COLOURS for one in [at.get((most, small, router))] if one}
@@ -111,12 +113,15 @@ def simulated(records: Sequence[Record]) -> str:
 
 
 def checked(records: Sequence[Record]) -> str:
-    """Say how far the simulation is off where it can be compared."""
-    own = newest((one for one in records if one["benchmark"] == "fleet-check"), "router")
-    if not own:
+    """Say how far the simulation is off where it can be compared; times are, where other work did not share the machine."""
+    own = newest((one for one in records if one["benchmark"] == "fleet-check"), "fleet", "router")
+    cards = [one for one in own if "CPU" not in one["fleet"]]
+    if not cards:
         return ""
     hits = max(abs(one["hit_rate"] - one["measured"]["hit_rate"]) for one in own) * 100
-    return "\n" + wrapped(CHECKED.format(hits=hits)) + "\n"
+    ratios = {name: sorted(one[name] / one["measured"][name] for one in cards) for name in ("seconds", "ttft_p99_s", "ttft_p50_s")}
+    whole, last, middle = (f"{least:.0%} to {most:.0%}" for least, *_, most in ratios.values())
+    return "\n" + wrapped(CHECKED.format(hits=hits, whole=whole, last=last, middle=middle)) + "\n"
 
 
 def wrapped(text: str) -> str:

@@ -6,7 +6,7 @@
 Conversations of a few turns begin at random times; those of a group share a system prompt. An engine prefills and decodes in turns, keeps the pages
 that were used last, and takes for a step what `full` takes on an H200, fitted to the records of `engines/results.jsonl`. Random routing is Dynamo's
 with a temperature at which costs no longer count. With --check the conversations, and the times at which they begin, are those that bench_fleet.py
-measured last, and so are the step times.
+measured last, and so are the step times where it has them.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", default="8,16,32,64,128,256", help="sizes of fleets, joined by commas")
     parser.add_argument("--cache-gib", default=",".join(map(str, CACHES)), help="sizes of a GPU's cache, joined by commas")
+    parser.add_argument("--routers", nargs="+", choices=list(ROUTERS), default=list(ROUTERS))
     parser.add_argument("--per-s", type=float, default=Load().per_s, help="conversations that begin in a second for each GPU")
     parser.add_argument("--check", action="store_true", help="simulate what bench_fleet.py measured last")
     parser.add_argument("--results", type=Path, default=RESULTS)
@@ -74,7 +75,7 @@ def simulate(own: argparse.Namespace) -> int:
     for gpus in map(int, own.gpus.split(",")):
         rows = list(conversations(load, gpus))
         for gib in map(int, own.cache_gib.split(",")):
-            for router in CACHES[gib]:
+            for router in (one for one in CACHES[gib] if one in own.routers):
                 found = replay(rows, steps, router, gpus, int(gib * 2**30 / TOKEN_BYTES))
                 whole = sum(one["terminal_status"] == "completed" for one in found)
                 facts = {
@@ -97,28 +98,34 @@ def simulate(own: argparse.Namespace) -> int:
 
 
 def check(own: argparse.Namespace) -> int:
-    """Simulate the measured fleet, print both and append records; returns 1 where nothing was measured."""
+    """Simulate the fleets that were measured last, print both and append records; returns 1 where there is none."""
     records = [one for one in read_records(own.results) if one["status"] == "ok"]
-    timed = [one for one in records if one["benchmark"] == "fleet-steps"]
-    here = [one for one in records if one["benchmark"] == "fleet" and one["workers"] > 1 and timed and place(one) == place(timed[-1])]
-    measured = {one["setting"]: one for one in here}
-    if not measured or not timed:
-        print("simulate_fleet: nothing was measured. Run build_scripts/bench_fleet.py.", file=sys.stderr)
-        return 1
-    steps, table = fit_measured(timed[-1]), []
-    for router, one in ((router, measured[router]) for router in ROUTERS if router in measured):
-        found = replay(rows_of(one), steps, router, one["workers"], one["cache_tokens"], block=one["page"], chunk=512, unit=1)
+    timed = {place(one): fit_measured(one) for one in records if one["benchmark"] == "fleet-steps"}
+    measured = {(*place(one), one["setting"]): one for one in records if one["benchmark"] == "fleet" and one["setting"] in ROUTERS}
+    table = []
+    for one in measured.values():
+        steps = timed.get(place(one)) or (fit(read_records(STEPS))[0] if one["model"].startswith(MODEL) else None)
+        if steps is None:
+            continue
+        chunk = one.get("chunk", 512 if place(one) in timed else 2048)
+        found = replay(rows_of(one), steps, one["setting"], one["workers"], one["cache_tokens"], block=one["page"], chunk=chunk, unit=1)
         end = max(request["terminal_time_ms"] for request in found) / 1e3
         done = figures(found, one["workers"], 0.0, end + 1e-3)
         done = {
             "hit_rate": done["hit_rate"], "ttft_p50_s": round(done["ttft_p50_ms"] / 1e3, 3), "ttft_p99_s": round(done["ttft_p99_ms"] / 1e3, 3),
             "seconds": round(end, 1),
         }  # fmt: skip
-        facts = {"router": router, "workers": one["workers"], "measured": {name: one[name] for name in done}, "of": one["environment"]["date"]}
+        facts = {
+            "fleet": " ".join(place(one)), "router": one["setting"], "measured": {name: one[name] for name in done},
+            "of": one["environment"]["date"], "steps": "measured there" if place(one) in timed else "of an H200",
+        }  # fmt: skip
         proof = {"passed": True, "compared": "beside the measured fleet"}
         append_records(own.results, [make_record("fleet-check", command(), torch.device("cpu"), proof, facts, done)])
-        table.append([router, *(f"{done[name]} / {one[name]}" for name in done)])
-    print_table(["router, simulated / measured", "hit rate", "ttft p50, s", "ttft p99, s", "seconds"], table)
+        table.append([" ".join(place(one)), one["setting"], *(f"{done[name]} / {one[name]}" for name in done)])
+    if not table:
+        print("simulate_fleet: no fleet was measured whose step times are known. Run build_scripts/bench_fleet.py.", file=sys.stderr)
+        return 1
+    print_table(["simulated / measured", "router", "hit rate", "ttft p50, s", "ttft p99, s", "seconds"], table)
     return 0
 
 
