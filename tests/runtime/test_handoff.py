@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -376,12 +377,12 @@ def process(plain: Path) -> Iterator[tuple[multiprocessing.process.BaseProcess, 
     one.kill()
 
 
-@pytest.mark.parametrize("transport", ["tcp", "nixl"])
+@pytest.mark.parametrize(
+    "transport", ["tcp", pytest.param("nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed"))]
+)
 def test_another_process(
     process: tuple[multiprocessing.process.BaseProcess, Connection], plain: Path, transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if transport == "nixl":
-        pytest.importorskip("nixl._api")
     one, pipe = process
     pipe.send(transport)
     batcher = Batcher(open_engine(plain, Options(device="cpu")), None, ahead=False)
