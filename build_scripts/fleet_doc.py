@@ -19,9 +19,9 @@ TITLE = "## What routing brings"
 SETTINGS = ("one worker", "random", "round-robin", "kv", "kv, prompts x4")
 MEASURED = (
     "{clients} clients hold {talks} conversations of {turns} turns that share {groups} system prompts, with {model}{where}. Two runs of `kv` differ "
-    "by {apart:.0%} in tokens/s and {points:.0f} points in the hit rate. *prompts x4* is `--router-prefill-load-scale 4` ({facts}, "
-    "`build_scripts/bench_fleet.py`)."
+    "by {apart:.0%} in tokens/s and {points:.0f} points in the hit rate{weight} ({facts}, `build_scripts/bench_fleet.py`)."
 )
+WEIGHT = "; *prompts x4* is `--router-prefill-load-scale 4`"
 CORES = " on {cores} CPU cores: one worker has all of them, {workers} workers share them, so that routing saves computed prompts and adds no cores"
 CARDS = " on {workers} workers with a GPU each, beside one worker"
 SIMULATED = (
@@ -83,7 +83,7 @@ def measured_at(every: Sequence[Record], others: Sequence[Record]) -> str:
     first, last = [one for one in every if one["setting"] == "kv"][-2:]
     changes = {
         "talks": len(last["groups_of"]), "points": abs(first["hit_rate"] - last["hit_rate"]) * 100, "facts": facts(list({**before, **own}.values())),
-        "apart": noise(every),
+        "apart": noise(every), "weight": WEIGHT if "kv, prompts x4" in before else "",
         "where": (CORES if "CPU" in last["environment"]["machine"] else CARDS).format(**last),
     }  # fmt: skip
     return (
