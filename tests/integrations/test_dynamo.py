@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,17 @@ from tests.runtime.replayed import Replayed
 from tests.tiny import TinyModel
 from trtkv.api import build
 from trtkv.engine.manifest import read_manifest
-from trtkv.errors import EngineError, RequestError
+from trtkv.errors import ConfigError, EngineError, RequestError
 from trtkv.integrations.dynamo import requests
+from trtkv.integrations.dynamo.apart import Apart, Meeting
 from trtkv.integrations.dynamo.card import write_card
 from trtkv.integrations.dynamo.events import PageEvents, block_hash, shared_pages
 from trtkv.runtime.batcher import Event
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.prefix_tree import page_keys
 from trtkv.runtime.sampler import SamplingParams
+from trtkv.serve.backend import Facts, LocalBackend
+from trtkv.serve.metrics import Prometheus
 
 LIMITS = {"max_seq_len": 320, "max_batch_size": 2, "max_chunk_tokens": 64}
 STEM = [(5 * index * index + index) % 250 for index in range(200)]
@@ -180,3 +184,35 @@ def test_engines_that_differ_have_other_cards(tiny_llama: TinyModel, tmp_path: P
     (tmp_path / "full" / "tokenizer.json").unlink()
     with pytest.raises(EngineError, match="has no tokenizer"):
         write_card(tmp_path / "full", read_manifest(tmp_path / "full"), None)
+
+
+def test_a_prompt_that_cannot_be_fetched_is_read_where_it_is_answered(tiny_llama: TinyModel, tmp_path: Path) -> None:
+    llm = LLM(build(str(tiny_llama.path), "full", out=tmp_path / "engine", backend="none", **LIMITS))
+
+    async def go() -> None:
+        backend = LocalBackend(llm, Facts.of("tiny", llm.engine.manifest, 0), Prometheus())
+        first, second = (Apart(Meeting.of(mode, "127.0.0.1", "tcp"), llm, backend) for mode in ("prefill", "decode"))
+        assert first.keeps(1) and not first.keeps(2) and not second.keeps(1)
+        passed_on = []
+        for _ in range(2):
+            answer = await backend.ask([STEM], [SamplingParams(max_tokens=2, ignore_eos=True)], keep=True)
+            while await answer.next():
+                pass
+            passed_on.append({"prefill_result": {"disaggregated_params": first.offer(answer)}})
+        assert not first.quiescent
+        fetched = await second.fetch(passed_on[0], STEM)
+        assert fetched is not None
+        fetched.close()
+        first.close()
+        assert await second.fetch(passed_on[1], STEM) is None, "the worker that has read it is gone"
+        assert await second.fetch({}, STEM) is None and await second.fetch({"prefill_result": None}, STEM) is None
+        second.close()
+        assert await backend.close(5.0)
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("where", ["host:", ":7000", "host:port", "host:70000"])
+def test_an_address_is_a_host_and_a_port(where: str) -> None:
+    with pytest.raises(ConfigError, match="is no address"):
+        Meeting.of("prefill", where, "tcp")
