@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
@@ -119,6 +120,8 @@ class Fleet:
         self.workers: list[Member] = []
 
     def __enter__(self) -> Fleet:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, signal.default_int_handler)  # a fleet ends with its script, however that is ended
         self.folder = Path(tempfile.mkdtemp(prefix="trtkv-fleet-"))
         self.environment = {
             **os.environ, **dict.fromkeys(HOSTS, "127.0.0.1"),
