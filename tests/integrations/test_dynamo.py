@@ -198,7 +198,8 @@ def test_a_prompt_that_cannot_be_fetched_is_read_where_it_is_answered(tiny_llama
             answer = await backend.ask([STEM], [SamplingParams(max_tokens=2, ignore_eos=True)], keep=True)
             while await answer.next():
                 pass
-            passed_on.append({"prefill_result": {"disaggregated_params": first.offer(answer)}})
+            passed_on.append({"prefill_result": first.passed_on(answer, keep=True)})
+            assert second.passed_on(answer, keep=False) == {} and first.passed_on(answer, keep=False)["disaggregated_params"] == {"trtkv": None}
         assert not first.quiescent
         fetched = await second.fetch(passed_on[0], STEM)
         assert fetched is not None

@@ -73,10 +73,15 @@ class Apart:
         """Say whether a request only has its prompt read here; one of several answers is read where they are given."""
         return self._mode == "prefill" and answers == 1
 
-    def offer(self, answer: LocalAnswer) -> dict[str, Any]:
-        """Return what the frontend passes on to a decode worker with the request."""
+    def passed_on(self, answer: LocalAnswer, *, keep: bool) -> dict[str, Any]:
+        """Return what a prefill worker's last chunk has for a decode worker: an offer, or None for a prompt that it is to read itself.
+
+        The frontend takes a chunk without any for a failure.
+        """
+        if self._mode != "prefill":
+            return {}
         assert self._handoffs is not None and answer.call is not None
-        return {KEY: self._handoffs.offer(answer.call)}
+        return {"disaggregated_params": {KEY: self._handoffs.offer(answer.call) if keep else None}}
 
     async def fetch(self, request: Mapping[str, Any], tokens: Sequence[int]) -> Fetched | None:
         """Fetch a request's prompt from the worker that has read it; None where it is to be read here."""

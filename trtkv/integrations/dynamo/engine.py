@@ -112,8 +112,7 @@ class Worker(LLMEngine):
                     counts[event.request] += len(chunk["token_ids"])
                     if event.finish_reason is not None:
                         chunk["completion_usage"] = requests.usage(len(tokens), counts[event.request], answer.cached_tokens)
-                        if keep:
-                            chunk["disaggregated_params"] = self._apart.offer(answer)
+                        chunk |= self._apart.passed_on(answer, keep=keep)
                     yield chunk
             if stopped.done():
                 yield {"token_ids": [], "index": 0, "finish_reason": "cancelled", "completion_usage": requests.usage(len(tokens), sum(counts), 0)}
