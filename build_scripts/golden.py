@@ -37,7 +37,7 @@ from trtkv.errors import TrtkvError
 from trtkv.presets import policy_presets
 
 ROOM, HOST_ROOM = 0.9, 0.6  # of the pages both sequences fill, and of those of the two layers that go to the host: one is preempted
-PERTURBED = {TINY: 6, SMOLLM2: 2}  # copies of the weights
+PERTURBED = {TINY: 6, SMOLLM2: 6}  # copies of the weights
 SEEDS, MOST_SEEDS = 12, 100  # prompts that are tried, and where none of them will do
 STORED_DIGITS = 6  # of log probabilities, after the point
 CALM = 5e-4  # a tolerance above which another prompt is tried
