@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -114,20 +113,25 @@ def test_what_is_refused_says_why(fleet: Fleet) -> None:
 def test_a_conversation_stays_where_its_pages_are(fleet: Fleet) -> None:
     """What the turn before has computed is found, and conversations at the same time are spread."""
 
-    def turns(number: int, pause_s: float) -> Iterator[tuple[int, int]]:
+    def applied() -> float:
+        return fleet.frontend.metrics().get("dynamo_component_kv_cache_events_applied", 0.0)
+
+    def turns(number: int, *, patient: bool) -> Iterator[tuple[int, int]]:
         tokens = [(number * 31 + index * index) % 250 for index in range(64)]
-        for _ in range(5):
+        for _ in range(5):  # each begins one more page, which one event announces
+            before = applied()
             answer = complete(fleet, tokens)
             yield len(tokens), answer["usage"]["prompt_tokens_details"]["cached_tokens"]
             tokens += answer["nvext"]["completion_token_ids"] + [number] * 20
-            time.sleep(pause_s)  # events take their way beside the answers
+            if patient:
+                fleet.until(lambda seen=before: applied() > seen, "the router knows the new page")
 
     for number in range(3):
-        found = list(turns(number, 0.3))
+        found = list(turns(number, patient=True))
         assert all(cached == (before // 32) * 32 for (before, _), (_, cached) in itertools.pairwise(found)), found
     steps = [member.metrics()["trtkv:engine_steps_total"] for member in fleet.workers]
     with ThreadPoolExecutor(4) as clients:
-        list(clients.map(lambda number: list(turns(number, 0.0)), range(10, 18)))
+        list(clients.map(lambda number: list(turns(number, patient=False)), range(10, 18)))
     assert all(member.metrics()["trtkv:engine_steps_total"] > before for member, before in zip(fleet.workers, steps, strict=True))
 
 

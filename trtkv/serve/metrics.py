@@ -21,9 +21,12 @@ class Prometheus:
         self.answers = Counter("trtkv:http_requests_total", "Answered HTTP requests.", ("path", "status"), registry=self.registry)
 
     def of(self, model_name: str) -> ModelSink:
-        """Return the sink of one model; without any, the engines' families are not shown at all: Triton shows them."""
+        """Return the sink of one model, whose numbers start at zero; without any, no family is shown at all: Triton shows them."""
         if not self._families:
             self._families = {one.name: self._make(one) for one in FAMILIES.values()}
+        for one in FAMILIES.values():
+            if not one.labels:
+                self._families[one.name].labels(model_name=model_name)
         return ModelSink(self._families, model_name)
 
     def _make(self, one: Metric) -> Any:
