@@ -103,7 +103,7 @@ def test_timing_with_arbitrary_inputs_fills_zeros_and_touches_no_cache(package: 
     assert not out.any()
 
 
-CONFIGS = OpConfig(num_q_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, rms_eps=1e-6, select_width=8, select_heads=2, plan="none")
+CONFIGS = OpConfig(num_q_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, rms_eps=1e-6, select_width=8, select_heads=2)
 
 
 def real_inputs(face: OpFace) -> tuple[list[Tensor], Tensor]:

@@ -15,14 +15,18 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 import trtkv
 from trtkv.config import Limits, ModelConfig
 from trtkv.errors import EngineError
-from trtkv.plan import FORMAT, CachePlan, Meaning
+from trtkv.plan import CachePlan, Meaning
 
 MANIFEST, GRAPH, PLAN = "manifest.json", "graph.onnx", "engine.plan"
+FORMAT = 3  # raised whenever an engine directory of the previous format can no longer be run
 UNKNOWN = "unknown"  # the version of a plan whose builder did not write it down
 
 
 class PlanInfo(BaseModel):
-    """Which TensorRT built the plan, for which GPUs, how long it took, and whether the plan holds the weights instead of taking them as inputs."""
+    """Which TensorRT built the plan, for which GPUs, how long it took, and whether the plan holds the weights instead of taking them as inputs.
+
+    Plans of one key are equal, None where another product built it; found says that an earlier build had made it.
+    """
 
     model_config = ConfigDict(frozen=True)
     backend: str
@@ -30,6 +34,8 @@ class PlanInfo(BaseModel):
     sms: tuple[str, ...]
     seconds: float
     holds_weights: bool = False
+    key: str | None = None
+    found: bool = False
 
 
 class KernelFile(BaseModel):

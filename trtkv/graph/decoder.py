@@ -43,11 +43,12 @@ class Decoder:
 def build_decoder(model: ModelConfig, plan: CachePlan, limits: Limits, tp: int = 1) -> Decoder:
     """Build the graph of one model under one cache plan; weights are inputs, the KV cache is reached through `state`.
 
-    With tp above 1 model and plan are one part's: the parts add up after attention and after the hidden layer, and put their logits together.
+    Of a policy it holds which layers select, and how much. With tp above 1 model and plan are one part's: the parts add up after attention and after
+    the hidden layer, and put their logits together.
     Output: logits [R, V] fp32 of the rows that `last_rows` names.
     """
-    net = Network(f"{model.model_type}-{plan.policy}", model.dtype)
-    sizes = {"X": limits.max_seq_len, "D": model.head_dim, "A": state_length(plan), "Y": plan.num_page_groups}
+    net = Network(model.model_type, model.dtype)
+    sizes = {"X": limits.max_seq_len, "D": model.head_dim, "A": plan.num_addresses}
     for name, (dtype, shape) in STEP_INPUTS.items():
         net.input(name, dtype, [sizes.get(letter, letter) for letter in shape])
     specs = weight_specs(model, tp)
@@ -75,11 +76,6 @@ def _head(net: Network, model: ModelConfig, plan: CachePlan, normed: str, tp: in
         net.node("Cast", [whole], "logits", to=1)
 
 
-def state_length(plan: CachePlan) -> int:
-    """Entries of the address table: the session's key, then one address for every buffer of every layer."""
-    return 1 + len(plan.buffers) * plan.num_layers
-
-
 def op_config(model: ModelConfig, plan: CachePlan, layer: int) -> OpConfig:
     """What the plugin nodes of one layer carry."""
     select = plan.select[layer]
@@ -91,7 +87,6 @@ def op_config(model: ModelConfig, plan: CachePlan, layer: int) -> OpConfig:
         rms_eps=model.rms_eps,
         select_width=select.width if select else 0,
         select_heads=0 if not select else model.num_q_heads if select.pooling == "none" else model.num_kv_heads,
-        plan=plan.hash,
     )
 
 

@@ -34,6 +34,8 @@ class TorchExecutor:
         self.taps: dict[str, Tensor] | None = None
         self._logits: Tensor | None = None  # of captured steps, each of which is read before the next one runs
         calls = [node.attributes["call"] for node in self._nodes if "call" in node.attributes]
+        for call in calls:
+            call.config.check(cache.plan, call.layer)
         dtype = TORCH_DTYPES[cache.plan.kv_dtype]
         self._programs = [(self._nodes, join_products(self._nodes, {"logits"}))]  # without adapters, and with them
         if self.num_adapters:

@@ -18,6 +18,7 @@ from plugins.tensorrt.plugin import register
 from plugins.tensorrt.recorder import Recorder, recording
 from plugins.tensorrt.tensors import TORCH_NAMES
 from trtkv.engine.manifest import Manifest
+from trtkv.engine.profiles import largest_shapes
 from trtkv.errors import EngineError
 from trtkv.runtime.weights import Weight
 
@@ -55,7 +56,8 @@ def open_executor(plan: bytes, manifest: Manifest, weights: Mapping[str, Weight]
         does = "takes the" if manifest.plan_info.holds_weights else "takes no"
         raise EngineError(f"the plan {does} weight '{min(wrong)}', unlike the manifest", f"Build the engine again: {manifest.command} --force.")
     bindings = {name: weights[name].whole for name in taken}
-    return TensorrtExecutor(engine, backend, cache, bindings, recorder, Lane(cache.device), keep=runtime)
+    largest = largest_shapes(cache.plan, manifest.limits)
+    return TensorrtExecutor(engine, backend, cache, bindings, recorder, Lane(cache.device), largest, keep=runtime)
 
 
 class Lane:
@@ -84,9 +86,12 @@ class TensorrtExecutor:
     """
 
     def __init__(
-        self, engine: Any, backend: Backend, cache: Cache, bindings: Mapping[str, Tensor], recorder: Recorder, lane: Lane, keep: Any = None
-    ) -> None:
+        self, engine: Any, backend: Backend, cache: Cache, bindings: Mapping[str, Tensor], recorder: Recorder, lane: Lane,
+        largest: Mapping[str, Shape], keep: Any = None,
+    ) -> None:  # fmt: skip
         """Make the contexts and buffers of a deserialized engine; keep is what must outlive the engine.
+
+        largest are the shapes up to which this cache's steps use the dynamic inputs: the plan, which other policies share, takes larger ones.
 
         Raises EngineError where bindings do not fit the engine's inputs or a context cannot be made.
         """
@@ -98,7 +103,7 @@ class TensorrtExecutor:
         self._dtypes = {name: getattr(torch, TORCH_NAMES[engine.get_tensor_dtype(name).name]) for name in names}
         self._fixed = {name: tuple(engine.get_tensor_shape(name)) for name in inputs if -1 not in tuple(engine.get_tensor_shape(name))}
         self._ranges: dict[str, list[tuple[Shape, ...]]] = {
-            name: [tuple(map(tuple, engine.get_tensor_profile_shape(name, profile))) for profile in range(engine.num_optimization_profiles)]
+            name: [_up_to(largest[name], *engine.get_tensor_profile_shape(name, profile)) for profile in range(engine.num_optimization_profiles)]
             for name in inputs
             if name not in self._fixed
         }
@@ -106,6 +111,7 @@ class TensorrtExecutor:
         with self._reporting("its execution contexts cannot be made"):
             self._memory = self._empty(engine.device_memory_size_v2, torch.uint8)
             self._contexts = [self._make_context(profile) for profile in range(engine.num_optimization_profiles)]
+            recorder.check(EngineError)  # of plugins that are not this cache's
             self._shapes: list[dict[str, Shape]] = [{} for _ in self._contexts]
             self.buffers = {name: self._empty(self._largest(name), self._dtypes[name]) for name in self._ranges}
             self._logits = self._empty(max(map(self._largest_output, range(len(self._contexts)))), self._dtypes[self._output])
@@ -228,3 +234,8 @@ class TensorrtExecutor:
                 self._recorder.check(EngineError)
                 reason = messages.errors[0].rstrip(". ") if messages.errors else "it gave no reason"
                 raise EngineError(f"{self._backend.title}: {what}: {reason}", TRY_TORCH) from None
+
+
+def _up_to(largest: Shape, low: Shape, usual: Shape, high: Shape) -> tuple[Shape, Shape, Shape]:
+    """Cut a profile's range of an input."""
+    return tuple(low), tuple(usual), tuple(map(min, high, largest))
