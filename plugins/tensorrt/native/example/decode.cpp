@@ -50,8 +50,7 @@ struct Layout { // of the cache: ENGINE/native/layout.txt
   std::vector<int64_t> state{0}; // the plan's number, then the address of every buffer of every layer, 0 where there is none; then room
   explicit Layout(std::string const& path) {
     std::ifstream file(path);
-    std::string name, rows, there;
-    size_t bytes = 0, entries = 0;
+    size_t bytes = 0, entries = 0; std::string name, rows, there;
     if (!(file >> state[0] >> entries >> layers >> groups >> page_size >> pages >> slots)) fail("no " + path + ": build the engine with trtkv build --native");
     while (file >> name >> rows >> bytes >> there) {
       for (int layer = 0; layer < layers; ++layer) {
