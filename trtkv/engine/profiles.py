@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from plugins.nodes import STEP_INPUTS
 from trtkv.config import Limits
 from trtkv.engine.tensorrt import Profile, Shape
-from trtkv.graph.decoder import STEP_INPUTS
 from trtkv.plan import CachePlan
 
 Range = tuple[int, int, int]

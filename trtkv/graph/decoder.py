@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from plugins.config import OpConfig
-from plugins.nodes import ALL_GATHER, ALL_REDUCE, APPEND, ATTEND, SELECT, SEQUENCES
+from plugins.nodes import ALL_GATHER, ALL_REDUCE, APPEND, ATTEND, SELECT, SEQUENCES, STEP_INPUTS
 from trtkv.config import Limits, ModelConfig
 from trtkv.graph.network import Network
 from trtkv.graph.weights import WeightSpec, shares_head, weight_specs
@@ -16,21 +16,6 @@ from trtkv.plan import CachePlan
 
 if TYPE_CHECKING:
     import onnx
-
-# Step inputs and their shapes, in the letters of trtkv/shapes.py; X is the maximum sequence length, A the length of the address table.
-STEP_INPUTS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "token_ids": ("int32", ("T",)),
-    "positions": ("int32", ("T",)),
-    "cu_seqlens": ("int32", ("B1",)),
-    "seq_lens": ("int32", ("B",)),
-    "stored_lens": ("int32", ("Y", "B")),
-    "slots": ("int32", ("B",)),
-    "page_table": ("int32", ("Y", "B", "M")),
-    "last_rows": ("int32", ("R",)),
-    "rope": ("float32", ("X", "D")),
-    "state": ("int64", ("A",)),
-}
-
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
