@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.plugins import cuda_on_cpu
 
@@ -24,11 +23,9 @@ from plugins.cache.tiers.host import launch as recall_launch
 from plugins.cache.tiers.host.layout import why_not
 from plugins.cache.tiers.host.store import Recall
 from plugins.device.spec import shared_limit
-from plugins.tensorrt.backend import Backend, MessageLog
-from plugins.tensorrt.host import PluginHost
-from tests.integrations.fake_tensorrt import make_tensorrt
 from tests.plugins import test_encoded_recall
 from tests.plugins.launches_in_torch import Launches
+from tests.plugins.lending import PACKAGE, Lending
 from tests.policies.cases import PRESETS, small
 from tests.runtime import test_offload
 from tests.runtime.test_policies import generate, prompts
@@ -37,23 +34,8 @@ from trtkv.diagnose.verify import HostedExecutor
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.executor import TorchExecutor
 
-PACKAGE = Backend("stand-in", "10.14", make_tensorrt("stand-in of test_lent_inputs"), None, MessageLog())
 JOINED = ("fier+kivi", "quest+fp8", "lagkv+kivi", "freekv+lagkv")
 ENCODED = "freekv+kivi"
-
-
-class Lending(PluginHost):
-    """Plugins get copies, which are overwritten as soon as they return; integers with `garbage`."""
-
-    garbage = -(1 << 30)
-
-    def run(self, face: Any, name: str, layer: int, config: Any, inputs: Any, out: Tensor) -> None:
-        lent, made = [one.clone() for one in inputs], out.clone()
-        super().run(face, name, layer, config, lent, made)
-        out.copy_(made)
-        for one in (*lent, made):
-            one.fill_(torch.nan if one.is_floating_point() else self.garbage)
-        self.lent = [*getattr(self, "lent", ()), *lent, made]  # plugins see addresses, which nobody else may get meanwhile
 
 
 def lending(rig: Rig) -> Rig:

@@ -68,7 +68,7 @@ def run(
         system: System message for --chat.
         weights: Checkpoint directory, or random; the one that the engine was built from by default.
         device: auto, cpu, cuda or cuda:N.
-        executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
+        executor: auto (torch where it captures steps, else TensorRT where it runs), torch or tensorrt.
         cache_gib: Memory for the KV cache in GiB; what is free by default.
         dense_below: Read sequences of up to so many tokens whole, whatever the budget; by default where a GPU does that as fast as selecting.
         offload: Store pages in host memory, for policies that select pages or tokens, such as freekv, quest and fier.

@@ -54,7 +54,7 @@ def worker(
         served_model_name: The model's name instead of the directory's; workers of one name must serve one engine.
         weights: Checkpoint directory, or random; by default the checkpoint that the engine was built from.
         device: auto, cpu, cuda or cuda:N.
-        executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
+        executor: auto (torch where it captures steps, else TensorRT where it runs), torch or tensorrt.
         cache_gib: Memory for the KV cache in GiB; by default what is free.
         offload: Store pages in host memory, and on the device those that were selected last.
         host_gib: Host memory in GiB for --offload.
