@@ -40,9 +40,10 @@ def main() -> int:
             folder = (own.folder or Path(temporary)).resolve()
             folder.mkdir(parents=True, exist_ok=True)
             for name in own.parts or PARTS:
-                print(f"{name} ...", end="", flush=True, file=sys.stderr)
+                if sys.stderr.isatty():
+                    print(f"running           {name}", end="\r", flush=True, file=sys.stderr)
                 found[name] = run_part(name, folder, own.timeout)
-                print(f"\r{line(name, found[name])}", flush=True, file=sys.stderr)
+                print(line(name, found[name]), flush=True, file=sys.stderr)
     except OSError as error:
         print(f"'{error.filename}' cannot be written: {error.strerror}. Give another --report or --folder.", file=sys.stderr)
         return 1

@@ -39,7 +39,7 @@ from trtkv.runtime.where_tensorrt_runs import can_run
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL, EXACT = "smollm2-135m", "exact"
-POLICIES: dict[str, dict[str, Any]] = {"full": {}, "fier": {"budget": 256}, "freekv": {"budget": 256}}
+POLICIES: dict[str, dict[str, Any]] = {"full": {}, "fier": {"budget": 256}, "freekv": {"budget": 384}}
 LIMITS = {"max_seq_len": 2048, "max_batch_size": 4, "max_chunk_tokens": 512}
 PROMPTS, FORCED = (900, 60, 500), 24  # tokens of prompts, and of answers that are given
 CONTEXT, STEPS = 1536, 100  # of the steps that are timed
