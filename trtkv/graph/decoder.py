@@ -17,6 +17,7 @@ from trtkv.plan import CachePlan
 if TYPE_CHECKING:
     import onnx
 
+
 @dataclass(frozen=True, slots=True)
 class Decoder:
     """A built graph with the weights that it takes as inputs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from plugins.nodes import FACES
 from trtkv.runtime import fused
 from trtkv.runtime.adapters import Adapters
 from trtkv.runtime.graph_program import TORCH_OPS, Node, join_products, load_program, with_deltas
+from trtkv.runtime.rows import Prepared
 from trtkv.runtime.weights import Weight
 
 
@@ -22,6 +24,7 @@ class TorchExecutor:
     """Executes a graph node by node; `taps` collects the named intermediate values of the next run when it is not None."""
 
     name = "torch"
+    alignment = 16
 
     def __init__(self, graph: Path, weights: Mapping[str, Weight], cache: Cache, adapters: Adapters = Adapters()) -> None:  # noqa: B008 (frozen)
         """Load the graph at `graph`; weights by graph input; cache holds the cache that the plugin ops use."""
@@ -76,6 +79,10 @@ class TorchExecutor:
         self.cache.join()
         logits: Tensor = values["logits"]
         return logits
+
+    def prepare(self, inputs: Mapping[str, Tensor]) -> Prepared:
+        """Prepare a decode step over these inputs."""
+        return Prepared(partial(self.run, inputs))
 
     def _run(self, node: Node, args: list[Any]) -> Any:
         if node.kind == "Gemm":

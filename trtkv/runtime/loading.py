@@ -12,7 +12,7 @@ from torch import Tensor
 from plugins.attend import prefill
 from plugins.cache.assemble import make_cache
 from plugins.cache.cache import Cache
-from plugins.cache.kernel_support import dense_below, gpu_ready
+from plugins.cache.kernel_support import captures_all, dense_below, gpu_ready
 from plugins.cache.ledgers.per_head import HeadLedger
 from plugins.cache.tiers.host import measure, measured
 from plugins.cache.tiers.host.layout import why_not
@@ -39,6 +39,7 @@ from trtkv.runtime.streams import current
 from trtkv.runtime.weights import Weight, map_weights, random_weights
 
 Progress = Callable[[str, float], None]
+MEASURED = "the torch executor's captured steps have been measured on GPUs and TensorRT's have not (--executor tensorrt takes TensorRT)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,6 +302,8 @@ def _why_torch(manifest: Manifest, options: Options, device: torch.device) -> st
         raise ConfigError(f"executor '{wanted}' is not known", "Choose auto, torch or tensorrt.")
     reason = "adapters are loaded, which its plan does not add" if options.adapters else _why_not_tensorrt(manifest, device)
     reason = "the torch executor was requested" if wanted == "torch" else reason
+    if wanted == "auto" and reason is None and not _holds_weights(manifest) and captures_all(manifest.cache, device):
+        reason = MEASURED
     if wanted == "tensorrt" and reason is not None:
         raise EngineError(f"TensorRT cannot run this engine here: {reason}", "Leave --executor out: the torch executor runs the same graph.")
     return reason
@@ -318,8 +321,11 @@ def _why_not_tensorrt(manifest: Manifest, device: torch.device) -> str | None:
 
 def _held_bytes(directory: Path, manifest: Manifest, why_torch: str | None) -> int:
     """Return the bytes of a plan that TensorRT will load with its own weights, 0 where the checkpoint's are needed."""
-    holds = why_torch is None and manifest.plan_info is not None and manifest.plan_info.holds_weights
-    return (directory / PLAN).stat().st_size if holds else 0
+    return (directory / PLAN).stat().st_size if why_torch is None and _holds_weights(manifest) else 0
+
+
+def _holds_weights(manifest: Manifest) -> bool:
+    return manifest.plan_info is not None and manifest.plan_info.holds_weights
 
 
 def _weight_bytes(manifest: Manifest) -> int:
