@@ -52,6 +52,7 @@ def predict(
         "scratch_bytes": _scratch(one, context),
         "tokens_read_per_step": one.tokens_read(context),
         "weight_bytes": weights,
+        "weights": model.quantization.title if model.quantization else model.dtype,
         "assumes": _assumptions(one, offload),
         "in_torch": in_torch(one.plan),
     }
