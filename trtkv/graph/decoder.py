@@ -39,7 +39,10 @@ def build_decoder(model: ModelConfig, plan: CachePlan, limits: Limits, tp: int =
         net.input(name, dtype, [sizes.get(letter, letter) for letter in shape])
     specs = weight_specs(model, tp)
     for spec in specs:
-        net.input(spec.name, model.dtype, spec.shape)
+        if spec.quantization:
+            net.quantized(spec.name, spec.shape, spec.quantization)
+        else:
+            net.input(spec.name, model.dtype, spec.shape)
     x = net.node("Gather", ["embed", "token_ids"], "x", axis=0)
     for layer in range(model.num_layers):
         x = _layer(net, model, plan, layer, x, tp)

@@ -25,9 +25,11 @@ from plugins.tensorrt.tensors import TORCH_NAMES
 from trtkv.engine.manifest import PLAN, Manifest
 from trtkv.engine.profiles import largest_shapes
 from trtkv.errors import EngineError
+from trtkv.quantized.encoding import SCALES
 from trtkv.runtime.contexts import Contexts, KernelFile
+from trtkv.runtime.packed import PackedWeight
 from trtkv.runtime.rows import Prepared
-from trtkv.runtime.weights import Weight
+from trtkv.runtime.weights import Bound
 
 TRY_TORCH = "Try --executor torch, which runs the same graph."
 DECODE, PREFILL = 0, 1  # profiles, in the order in which the build adds them
@@ -39,7 +41,7 @@ class _Refused(Exception):
     """TensorRT said no; why is in its log or in what a plugin recorded."""
 
 
-def open_executor(plan: bytes, manifest: Manifest, weights: Mapping[str, Weight], cache: Cache) -> TensorrtExecutor:
+def open_executor(plan: bytes, manifest: Manifest, weights: Mapping[str, Bound], cache: Cache) -> TensorrtExecutor:
     """Load an engine's plan on the session's device with the weights as its inputs; none are needed for a plan that holds them.
 
     Raises EngineError when TensorRT refuses the plan or its inputs are not the manifest's, BuildError when its TensorRT is not installed.
@@ -56,16 +58,27 @@ def open_executor(plan: bytes, manifest: Manifest, weights: Mapping[str, Weight]
         versions = "" if built == here else f" (built with version {built}, here is {here})"
         reason = messages.errors[0].rstrip(". ") if messages.errors else "it gave no reason"
         raise EngineError(f"{backend.title} refused the plan{versions}: {reason}", f"Build the engine again: {manifest.command} --force.")
-    listed = {one.name for one in manifest.weights}
+    listed = {name for one in manifest.weights for name in one.inputs}
     taken = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)} & listed
     wrong = taken if manifest.plan_info.holds_weights else listed - taken
     if wrong:
         does = "takes the" if manifest.plan_info.holds_weights else "takes no"
         raise EngineError(f"the plan {does} weight '{min(wrong)}', unlike the manifest", f"Build the engine again: {manifest.command} --force.")
-    bindings = {name: weights[name].whole for name in taken}
+    bindings = {name: tensor for name, tensor in _tensors(weights) if name in taken}
     contexts = Contexts(engine, backend, KernelFile.of(manifest.files[PLAN], backend, cache.device))
     largest = largest_shapes(cache.plan, manifest.limits)
     return TensorrtExecutor(engine, backend, cache, bindings, recorder, Lane(cache.device), contexts, largest, keep=runtime)
+
+
+def _tensors(weights: Mapping[str, Bound]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the plan's inputs: of matrices of codes these [in, out], as TensorRT multiplies by them, and the scales [out]."""
+    for name, one in weights.items():
+        if isinstance(one, PackedWeight):
+            (part,) = one.parts
+            yield name, part.codes.t().contiguous()
+            yield name + SCALES, part.scales.flatten()
+        else:
+            yield name, one.whole
 
 
 class Lane:
