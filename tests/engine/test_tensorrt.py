@@ -170,9 +170,9 @@ def test_ctrl_c_ends_the_build() -> None:
     [
         (
             "90",
-            "does not support sm 90; it supports 75, 80, 86, 89.*For Hopper build with the full TensorRT .* or run the engine with --executor torch",
+            "does not support sm 90; it supports 75, 80, 86, 89.*Leave --backend out for the torch executor, or build on Hopper",
         ),
-        ("100", "does not support sm 100.*For Blackwell data centre"),
+        ("100", "does not support sm 100.*or build on Blackwell data centre GPUs"),
         ("61", "does not support sm 61.*Choose among these with --sm"),
         ("abc", "does not support sm abc"),
     ],

@@ -17,6 +17,7 @@ from plugins.cache.formats import find_format
 from plugins.cache.kernel_support import in_torch, why_torch
 from plugins.config import DOMAIN
 from plugins.tensorrt.native.record import why_not
+from trtkv.engine.compile_kernels import older_gpus
 from trtkv.engine.manifest import GRAPH, MANIFEST, PLAN, Manifest, check_files, read_manifest
 from trtkv.plan import CachePlan
 
@@ -210,6 +211,7 @@ def _notes(manifest: Manifest, schedule: Sequence[PlanEntry]) -> list[str]:
         lines.append("This plan does not say how it was fused: only TensorRT-RTX writes its schedule into the plan.")
     if manifest.kernels_missing:
         lines.append(f"GPU kernels compile at the first run instead: {manifest.kernels_missing}.")
+    lines += older_gpus(manifest)
     lines += [f"On a GPU too, {reason}." for reason in in_torch(manifest.cache)]
     return lines
 

@@ -103,9 +103,9 @@ def target_capabilities(backend: Backend, sms: Sequence[str]) -> tuple[str, ...]
 
 
 def _advice(sm: str) -> str:
-    datacenter = {"90": "Hopper", "100": "Blackwell data centre GPUs", "103": "Blackwell data centre GPUs"}.get(sm)
-    if datacenter:
-        return f"For {datacenter} build with the full TensorRT (pip install 'trtkv[tensorrt]') or run the engine with --executor torch."
+    full = {"90": "Hopper", "100": "Blackwell data centre GPUs", "103": "Blackwell data centre GPUs"}.get(sm)
+    if full:
+        return f"Leave --backend out for the torch executor, or build on {full} with the full TensorRT: pip install 'trtkv[tensorrt]'"
     return "Choose among these with --sm."
 
 
