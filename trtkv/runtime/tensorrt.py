@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -37,17 +38,22 @@ def open_executor(plan: bytes, manifest: Manifest, weights: Mapping[str, Weight]
     Raises EngineError when TensorRT refuses the plan or its inputs are not the manifest's, BuildError when its TensorRT is not installed.
     """
     assert manifest.plan_info is not None
-    backend, recorder = load(manifest.plan_info.backend), Recorder()
+    backend, recorder, fix = load(manifest.plan_info.backend), Recorder(), None
     register(backend.trt, list(FACES.values()))
     with torch.cuda.device(cache.device), backend.log.collect() as messages, recording(recorder):
         runtime = backend.trt.Runtime(backend.logger)
         engine = runtime.deserialize_cuda_engine(plan)
+        if engine is None and manifest.plan_info.holds_weights:
+            fix = _register_tensorrt_llm()
+            if fix is None:
+                del messages.errors[:]
+                engine = runtime.deserialize_cuda_engine(plan)
     recorder.check(EngineError)
     if engine is None:
         built, here = manifest.plan_info.version, backend.version
         versions = "" if built == here else f" (built with version {built}, here is {here})"
         reason = messages.errors[0].rstrip(". ") if messages.errors else "it gave no reason"
-        raise EngineError(f"{backend.title} refused the plan{versions}: {reason}", f"Build the engine again: {manifest.command} --force.")
+        raise EngineError(f"{backend.title} refused the plan{versions}: {reason}", fix or f"Build the engine again: {manifest.command} --force.")
     listed = {one.name for one in manifest.weights}
     taken = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)} & listed
     wrong = taken if manifest.plan_info.holds_weights else listed - taken
@@ -56,6 +62,17 @@ def open_executor(plan: bytes, manifest: Manifest, weights: Mapping[str, Weight]
         raise EngineError(f"the plan {does} weight '{min(wrong)}', unlike the manifest", f"Build the engine again: {manifest.command} --force.")
     bindings = {name: weights[name].whole for name in taken}
     return TensorrtExecutor(engine, backend, cache, bindings, recorder, Lane(cache.device), keep=runtime)
+
+
+def _register_tensorrt_llm() -> str | None:
+    """Make TensorRT-LLM's plugins known, of which its quantized products are made: its package does that when it is imported. Say why it cannot."""
+    try:
+        importlib.import_module("tensorrt_llm")
+    except (ImportError, OSError, RuntimeError) as error:
+        gone = isinstance(error, ModuleNotFoundError) and error.name == "tensorrt_llm"
+        why = "is not installed here" if gone else f"cannot be imported: {' '.join(str(error).split())}"
+        return f"If a plugin is missing, it is TensorRT-LLM's: install the tensorrt_llm that built the plan, which {why}."
+    return None
 
 
 class Lane:
