@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.config import DOMAIN, VERSION
-from plugins.nodes import OpFace
+from plugins.nodes import FACES, OpFace
 from plugins.tensorrt import cuda
 from plugins.tensorrt.backend import Backend, Messages, load
 from plugins.tensorrt.plugin import register
@@ -185,7 +185,7 @@ class _Job:
         if self.recorder.failed or self.monitor.stopped:
             return None
         if not parsed:
-            raise _parse_error(parser, messages)
+            raise _parse_error(parser, messages, backend)
         config = builder.create_builder_config()
         config.max_aux_streams = 0  # plugins order their side effects by the one stream
         config.progress_monitor = self.monitor
@@ -234,11 +234,13 @@ def _network_flags(trt: Any) -> int:
     return 1 << int(flags.STRONGLY_TYPED) if hasattr(flags, "STRONGLY_TYPED") else 0
 
 
-def _parse_error(parser: Any, messages: Messages) -> BuildError:
+def _parse_error(parser: Any, messages: Messages, backend: Backend) -> BuildError:
     if not parser.num_errors:
         return BuildError(f"TensorRT cannot read the graph: {_first(messages.errors)}", REPORT)
     first = parser.get_error(0)
     name, kind = first.node_name(), first.node_operator()
+    if kind in FACES and "not supported" in first.desc():
+        return BuildError(f"the ONNX parser of {backend.title} {backend.version} knows no plugins", "Run: pip install -U 'trtkv[rtx]'")
     node = f"node '{name}' ({kind})" if name else kind or "the graph"
     return BuildError(f"TensorRT cannot read {node}: {' '.join(first.desc().split())}", REPORT)
 
