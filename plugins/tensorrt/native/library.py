@@ -68,7 +68,7 @@ def tensorrt_headers() -> Path:
     found = next((folder for folder in _header_folders() if (folder / HEADER).is_file()), None)
     if found is None:
         problem = f"the native library needs TensorRT's headers, and there is no {HEADER} here"
-        raise BuildError(problem, f"Set {SETTING} to the folder 'include' of TensorRT or TensorRT-RTX, or of a clone of NVIDIA/TensorRT.")
+        raise BuildError(problem, f"Run: pip install 'trtkv[native]', or set {SETTING} to the folder 'include' of TensorRT.")
     return found
 
 
@@ -85,6 +85,9 @@ def _header_folders() -> Iterator[Path]:
         Path("/usr/include"),
         Path("/usr/local/tensorrt/include"),
     )
+    for entry in sys.path:
+        if entry:
+            yield Path(entry) / "kernel_lens" / "include" / "tensorrt"
 
 
 def _cuda_headers() -> Path:
