@@ -42,7 +42,7 @@ def check() -> None:
 
 
 def compile_library(blob: bytes, out: Path) -> None:
-    """Write the library of a blob; raises BuildError where the compiler or TensorRT's headers are missing, or it fails, CapacityError on a full disk."""
+    """Write the library of a blob; raises BuildError where compiler or headers are missing or it fails, CapacityError on a full disk."""
     full = CapacityError(f"there is no space left for the native library, or in '{tempfile.gettempdir()}'", "Free some, or set --out or TMPDIR.")
     with tempfile.TemporaryDirectory(prefix="trtkv-") as folder:
         tables = Path(folder) / "tables.bin"
