@@ -10,6 +10,7 @@ import torch
 
 from plugins.tensorrt.backend import Backend, MessageLog
 from tests.runtime import test_tensorrt_runtime as rig
+from trtkv.engine.manifest import WeightInput
 from trtkv.errors import EngineError
 from trtkv.runtime import tensorrt as runtime
 from trtkv.runtime.weights import Weight
@@ -35,7 +36,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, engine: Any, weights: dict[str, torc
     monkeypatch.setattr(runtime, "Lane", lambda device: rig.Lane())
     monkeypatch.setattr(torch.cuda, "device", lambda device: runtime.recording(runtime.Recorder()))
     info = SimpleNamespace(backend="tensorrt", version="10.14.1", holds_weights=holds)
-    listed = [SimpleNamespace(name=name) for name in weights]
+    listed = [WeightInput(name=name, shape=tuple(tensor.shape), sources=()) for name, tensor in weights.items()]
     manifest: Any = SimpleNamespace(plan_info=info, weights=listed, command="trtkv build")
     cache: Any = SimpleNamespace(device=torch.device("cpu"))
     given = {} if holds else {name: Weight((tensor,)) for name, tensor in weights.items()}
