@@ -128,7 +128,7 @@ class Check:
         assert CLUSTER not in seen["attributes"] or seen["attributes"][CLUSTER][:3] == [call.cluster, 1, 1]
         most = binary.facts.get("shared", call.spec.shared)
         assert seen["settings"] == [min(most, 227 * 1024 - 1024), call.spec.shared_percent, int(major >= 9)]
-        for value, kind, (source, index, number) in zip(seen["values"], call.spec.types, call.arguments, strict=True):
+        for value, kind, (source, index, number) in zip(seen["values"], call.spec.types, call.values, strict=True):
             if source == SCRATCH:
                 first = scratch.setdefault(index, value - int(number))
                 assert value == first + number, (call.spec.title, index)

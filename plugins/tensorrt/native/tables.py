@@ -114,10 +114,10 @@ class _Sections:
         facts = self.binaries[call.spec].facts
         threads, shared = (call.threads, call.shared) if call.threads else (facts["threads"], facts["shared"])
         flags = OVERLAP * call.overlap | COOPERATIVE * call.cooperative
-        arguments = b"".join(map(_argument, call.arguments))
-        first = self.once(("arguments", call.arguments), lambda: self._append(self.arguments, arguments, 16))
+        arguments = b"".join(map(_argument, call.values))
+        first = self.once(("arguments", call.values), lambda: self._append(self.arguments, arguments, 16))
         kernel = self.once(("kernel", call.spec), lambda: self._add_kernel(call.spec))
-        return struct.pack("<12I", kernel, *call.grid, threads, shared, call.cluster, flags, first, len(call.arguments), call.per, 0)
+        return struct.pack("<12I", kernel, *call.grid, threads, shared, call.cluster, flags, first, len(call.values), call.per, 0)
 
     def _add_kernel(self, spec: Spec) -> int:
         binary = self.binaries[spec]
