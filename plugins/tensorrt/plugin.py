@@ -172,6 +172,8 @@ class PluginLogic:
         from plugins.tensorrt.binding import attach
 
         cache = attach(self.layer, self.config)
+        if cache is not None:
+            self.config.check(cache.plan, self.layer)
         self._cache = None if cache is None else weakref.ref(cache)
 
     def _run(self, input_desc: Sequence[Any], output_desc: Any, pointers: list[int], stream: int) -> None:

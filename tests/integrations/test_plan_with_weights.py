@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from plugins.tensorrt.backend import Backend, MessageLog
+from tests.native.launches import MODEL
 from tests.runtime import test_tensorrt_runtime as rig
+from trtkv.config import Limits
 from trtkv.errors import EngineError
+from trtkv.policies.registry import parse_policy
 from trtkv.runtime import tensorrt as runtime
 from trtkv.runtime.weights import Weight
 
@@ -36,8 +39,9 @@ def opened(monkeypatch: pytest.MonkeyPatch, engine: Any, weights: dict[str, torc
     monkeypatch.setattr(torch.cuda, "device", lambda device: runtime.recording(runtime.Recorder()))
     info = SimpleNamespace(backend="tensorrt", version="10.14.1", holds_weights=holds)
     listed = [SimpleNamespace(name=name) for name in weights]
-    manifest: Any = SimpleNamespace(plan_info=info, weights=listed, command="trtkv build")
-    cache: Any = SimpleNamespace(device=torch.device("cpu"))
+    limits = Limits(max_seq_len=160, max_batch_size=4, max_chunk_tokens=16)
+    manifest: Any = SimpleNamespace(plan_info=info, weights=listed, command="trtkv build", limits=limits)
+    cache: Any = SimpleNamespace(device=torch.device("cpu"), plan=parse_policy("knorm").plan(MODEL))
     given = {} if holds else {name: Weight((tensor,)) for name, tensor in weights.items()}
     return runtime.open_executor(b"plan", manifest, given, cache)
 

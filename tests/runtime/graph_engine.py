@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plugins.nodes import STEP_INPUTS
 from plugins.tensorrt.binding import attach
 from plugins.tensorrt.host import NAMES
 from plugins.tensorrt.recorder import Recorder
 from tests.plugins.lending import PACKAGE, Lending
 from trtkv.diagnose.verify import HostedExecutor
 from trtkv.engine.manifest import Manifest
-from trtkv.engine.profiles import profiles
-from trtkv.graph.decoder import STEP_INPUTS, state_length
+from trtkv.engine.profiles import largest_shapes, profiles
 from trtkv.runtime.contexts import Contexts
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.tensorrt import TensorrtExecutor
@@ -91,7 +91,7 @@ class GraphEngine:
     def __init__(self, executor: TorchExecutor, manifest: Manifest) -> None:
         self.executor, plan, limits = executor, manifest.cache, manifest.limits
         self.hosted = HostedExecutor.over(executor, Lending(PACKAGE, executor.cache))
-        sizes = {"X": limits.max_seq_len, "D": manifest.model.head_dim, "A": state_length(plan), "Y": plan.num_page_groups}
+        sizes = {"X": limits.max_seq_len, "D": manifest.model.head_dim, "A": plan.num_addresses}
         self.inputs = {name: (dtype.upper(), tuple(sizes.get(one, -1) for one in shape)) for name, (dtype, shape) in STEP_INPUTS.items()}
         self.inputs = {name: ("FLOAT" if dtype == "FLOAT32" else dtype, shape) for name, (dtype, shape) in self.inputs.items()}
         for name, weight in self.weights.items():
@@ -194,4 +194,5 @@ def over(executor: TorchExecutor, manifest: Manifest, file: Any = None) -> Tenso
     engine, cache = GraphEngine(executor, manifest), executor.cache
     cache.keeps_inputs = False
     backend = SimpleNamespace(name="tensorrt_rtx", title="TensorRT-RTX", trt=TRT, log=PACKAGE.log)
-    return TensorrtExecutor(engine, backend, cache, engine.weights, Recorder(), Lane(), Contexts(engine, backend, file))
+    contexts = Contexts(engine, backend, file)
+    return TensorrtExecutor(engine, backend, cache, engine.weights, Recorder(), Lane(), contexts, largest_shapes(manifest.cache, manifest.limits))

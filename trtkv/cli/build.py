@@ -102,6 +102,7 @@ def build(
         "sms": list(info.sms) if info else [],
         "plan_bytes": (path / PLAN).stat().st_size if info else 0,
         "build_s": info.seconds if info else 0.0,
+        "plan_found": bool(info and info.found),
         "kernels": len(kernels.files) if kernels else 0,
         "kernel_sms": list(kernels.sms) if kernels else [],
         "kernel_bytes": sum(one.size_bytes for one in kernels.files) if kernels else 0,
@@ -115,6 +116,8 @@ def build(
         print_json(facts)
     else:
         print_facts({key: value for key, value in facts.items() if value != 0})
+    if info and info.found:
+        notes.print("The TensorRT plan is that of an earlier build, to which TensorRT was given the same; --force builds it anew.")
     if manifest.plan_missing:
         notes.print(f"The directory holds no TensorRT plan: {manifest.plan_missing}.")
     if manifest.kernels_missing:

@@ -58,7 +58,7 @@ def build_plan(
     progress: Callable[[str, float], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
 ) -> Plan:
-    """Compile a graph; equal graphs, profiles and targets give equal bytes on a portable backend.
+    """Compile a graph; on a portable backend equal graphs, profiles and targets launch the same, but some numbers inside a large plan vary.
 
     backend is "tensorrt", "tensorrt_rtx" or None for whichever is installed; sms are compute capabilities such as "89", none for the
     backend's usual ones (the GPU at hand for full TensorRT); libraries of plugins go into the plan;

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from plugins.config import OpConfig
-from plugins.nodes import ALL_GATHER, ALL_REDUCE, APPEND, ATTEND, SELECT, SEQUENCES
+from plugins.nodes import ALL_GATHER, ALL_REDUCE, APPEND, ATTEND, SELECT, SEQUENCES, STEP_INPUTS
 from trtkv.config import Limits, ModelConfig
 from trtkv.graph.network import Network
 from trtkv.graph.weights import WeightSpec, shares_head, weight_specs
@@ -16,20 +16,6 @@ from trtkv.plan import CachePlan
 
 if TYPE_CHECKING:
     import onnx
-
-# Step inputs and their shapes, in the letters of trtkv/shapes.py; X is the maximum sequence length, A the length of the address table.
-STEP_INPUTS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "token_ids": ("int32", ("T",)),
-    "positions": ("int32", ("T",)),
-    "cu_seqlens": ("int32", ("B1",)),
-    "seq_lens": ("int32", ("B",)),
-    "stored_lens": ("int32", ("Y", "B")),
-    "slots": ("int32", ("B",)),
-    "page_table": ("int32", ("Y", "B", "M")),
-    "last_rows": ("int32", ("R",)),
-    "rope": ("float32", ("X", "D")),
-    "state": ("int64", ("A",)),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +29,20 @@ class Decoder:
 def build_decoder(model: ModelConfig, plan: CachePlan, limits: Limits, tp: int = 1) -> Decoder:
     """Build the graph of one model under one cache plan; weights are inputs, the KV cache is reached through `state`.
 
-    With tp above 1 model and plan are one part's: the parts add up after attention and after the hidden layer, and put their logits together.
+    Of a policy it holds which layers select, and how much. With tp above 1 model and plan are one part's: the parts add up after attention and after
+    the hidden layer, and put their logits together.
     Output: logits [R, V] fp32 of the rows that `last_rows` names.
     """
-    net = Network(f"{model.model_type}-{plan.policy}", model.dtype)
-    sizes = {"X": limits.max_seq_len, "D": model.head_dim, "A": state_length(plan), "Y": plan.num_page_groups}
+    net = Network(model.model_type, model.dtype)
+    sizes = {"X": limits.max_seq_len, "D": model.head_dim, "A": plan.num_addresses}
     for name, (dtype, shape) in STEP_INPUTS.items():
         net.input(name, dtype, [sizes.get(letter, letter) for letter in shape])
     specs = weight_specs(model, tp)
     for spec in specs:
-        net.input(spec.name, model.dtype, spec.shape)
+        if spec.quantization:
+            net.quantized(spec.name, spec.shape, spec.quantization)
+        else:
+            net.input(spec.name, model.dtype, spec.shape)
     x = net.node("Gather", ["embed", "token_ids"], "x", axis=0)
     for layer in range(model.num_layers):
         x = _layer(net, model, plan, layer, x, tp)
@@ -75,11 +65,6 @@ def _head(net: Network, model: ModelConfig, plan: CachePlan, normed: str, tp: in
         net.node("Cast", [whole], "logits", to=1)
 
 
-def state_length(plan: CachePlan) -> int:
-    """Entries of the address table: the session's key, then one address for every buffer of every layer."""
-    return 1 + len(plan.buffers) * plan.num_layers
-
-
 def op_config(model: ModelConfig, plan: CachePlan, layer: int) -> OpConfig:
     """What the plugin nodes of one layer carry."""
     select = plan.select[layer]
@@ -91,7 +76,6 @@ def op_config(model: ModelConfig, plan: CachePlan, layer: int) -> OpConfig:
         rms_eps=model.rms_eps,
         select_width=select.width if select else 0,
         select_heads=0 if not select else model.num_q_heads if select.pooling == "none" else model.num_kv_heads,
-        plan=plan.hash,
     )
 
 

@@ -17,7 +17,7 @@ from trtkv.runtime import fused
 from trtkv.runtime.adapters import Adapters
 from trtkv.runtime.graph_program import TORCH_OPS, Node, join_products, load_program, with_deltas
 from trtkv.runtime.rows import Prepared
-from trtkv.runtime.weights import Weight
+from trtkv.runtime.weights import Bound, Weight
 
 
 class TorchExecutor:
@@ -26,7 +26,7 @@ class TorchExecutor:
     name = "torch"
     alignment = 16
 
-    def __init__(self, graph: Path, weights: Mapping[str, Weight], cache: Cache, adapters: Adapters = Adapters()) -> None:  # noqa: B008 (frozen)
+    def __init__(self, graph: Path, weights: Mapping[str, Bound], cache: Cache, adapters: Adapters = Adapters()) -> None:  # noqa: B008 (frozen)
         """Load the graph at `graph`; weights by graph input; cache holds the cache that the plugin ops use."""
         self._nodes, constants = load_program(graph)
         self._bound: dict[str, Any] = {**constants, **weights, **{f"{name}.delta": one for name, one in adapters.deltas.items()}}
@@ -37,6 +37,8 @@ class TorchExecutor:
         self.taps: dict[str, Tensor] | None = None
         self._logits: Tensor | None = None  # of captured steps, each of which is read before the next one runs
         calls = [node.attributes["call"] for node in self._nodes if "call" in node.attributes]
+        for call in calls:
+            call.config.check(cache.plan, call.layer)
         dtype = TORCH_DTYPES[cache.plan.kv_dtype]
         self._programs = [(self._nodes, join_products(self._nodes, {"logits"}))]  # without adapters, and with them
         if self.num_adapters:
@@ -47,7 +49,8 @@ class TorchExecutor:
         for node in (node for _, joined in self._programs for node in joined):
             if node.kind in ("Gemm", "Product"):
                 normed, gated = node.kind == "Product" and bool(node.inputs[2]), bool(node.attributes.get("gated"))
-                fused.prepare(weights[node.inputs[1 if node.kind == "Gemm" else 3]], cache.num_slots, gated=gated, normed=normed)
+                matrix = weights[node.inputs[1 if node.kind == "Gemm" else 3]]
+                fused.prepare(matrix, self.weight("norm"), cache.num_slots, gated=gated, normed=normed)
         self._capturable = all(cache.captures(call.layer, call.config, dtype) for call in calls)
 
     @property

@@ -23,10 +23,11 @@ from plugins.device.dtypes import TORCH_DTYPES
 from plugins.kernel_list import FOLDER, kernels_for
 from trtkv.checkpoint.find import origin, resolve_model
 from trtkv.checkpoint.weights import Checkpoint
-from trtkv.config import DTYPE_BYTES, Limits
+from trtkv.config import Limits
 from trtkv.engine.manifest import GRAPH, PLAN, Manifest, check_files, read_manifest
 from trtkv.errors import CapacityError, CheckpointError, ConfigError, EngineError, TrtkvError
 from trtkv.plan import CachePlan
+from trtkv.quantized.formats import tensors_of
 from trtkv.runtime.adapters import Adapters, read_adapters
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.host_memory import host_room, open_offload, recall_of
@@ -36,7 +37,7 @@ from trtkv.runtime.rope import rope_table
 from trtkv.runtime.rows import Executor
 from trtkv.runtime.step import Stepper
 from trtkv.runtime.streams import current
-from trtkv.runtime.weights import Weight, map_weights, random_weights
+from trtkv.runtime.weights import Bound, map_weights, random_weights
 
 Progress = Callable[[str, float], None]
 MEASURED = "the torch executor's captured steps have been measured on GPUs and TensorRT's have not (--executor tensorrt takes TensorRT)"
@@ -141,7 +142,7 @@ def _open(directory: Path, options: Options, progress: Progress, part: Part | No
         raise ConfigError("this engine's plan holds its weights, and --weights was given", "Leave it out, or add --executor torch.")
     share = (part.index, part.count) if part else (0, 1)
     adapters = read_adapters(options.adapters, manifest.weights, TORCH_DTYPES[manifest.model.dtype], share)
-    check_weights((held or _weight_bytes(manifest)) + adapters.nbytes, device)
+    check_weights((held or manifest.weight_bytes) + adapters.nbytes, device)
     weights = {} if held else _weights(manifest, options.weights, device, progress, share)
     adapters = adapters.to(device)
     try:
@@ -232,14 +233,14 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def _weights(manifest: Manifest, wanted: str | None, device: torch.device, progress: Progress, part: tuple[int, int]) -> dict[str, Weight]:
+def _weights(manifest: Manifest, wanted: str | None, device: torch.device, progress: Progress, part: tuple[int, int]) -> dict[str, Bound]:
     dtype = TORCH_DTYPES[manifest.model.dtype]
     report = lambda done, total: progress("weights", done / max(1, total))  # noqa: E731
     if wanted == "random":
         return random_weights(manifest.weights, dtype, device, report)
     path = checkpoint_path(manifest, wanted)
     checkpoint = Checkpoint(path)
-    checkpoint.check({name: tuple(shape) for one in manifest.weights for name, shape in one.sources})
+    checkpoint.check(*tensors_of(manifest.weights))
     if wanted is None:
         _check_unchanged(manifest, checkpoint)
     return map_weights(checkpoint, manifest.weights, dtype, device, report, part)
@@ -283,7 +284,7 @@ def checkpoint_path(manifest: Manifest, wanted: str | None) -> Path:
 
 
 def _executor(
-    directory: Path, manifest: Manifest, why_torch: str | None, weights: dict[str, Weight], cache: Cache, adapters: Adapters
+    directory: Path, manifest: Manifest, why_torch: str | None, weights: dict[str, Bound], cache: Cache, adapters: Adapters
 ) -> Executor:  # fmt: skip
     if why_torch is not None:
         try:
@@ -326,14 +327,3 @@ def _held_bytes(directory: Path, manifest: Manifest, why_torch: str | None) -> i
 
 def _holds_weights(manifest: Manifest) -> bool:
     return manifest.plan_info is not None and manifest.plan_info.holds_weights
-
-
-def _weight_bytes(manifest: Manifest) -> int:
-    return sum(_numel(one.shape) for one in manifest.weights) * DTYPE_BYTES[manifest.model.dtype]
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    size = 1
-    for dim in shape:
-        size *= dim
-    return size

@@ -23,10 +23,13 @@ from plugins.tensorrt.plugin import register
 from plugins.tensorrt.recorder import Recorder, recording
 from plugins.tensorrt.tensors import TORCH_NAMES
 from trtkv.engine.manifest import PLAN, Manifest
+from trtkv.engine.profiles import largest_shapes
 from trtkv.errors import EngineError
+from trtkv.quantized.encoding import SCALES
 from trtkv.runtime.contexts import Contexts, KernelFile
+from trtkv.runtime.packed import PackedWeight
 from trtkv.runtime.rows import Prepared
-from trtkv.runtime.weights import Weight
+from trtkv.runtime.weights import Bound
 
 TRY_TORCH = "Try --executor torch, which runs the same graph."
 DECODE, PREFILL = 0, 1  # profiles, in the order in which the build adds them
@@ -38,7 +41,7 @@ class _Refused(Exception):
     """TensorRT said no; why is in its log or in what a plugin recorded."""
 
 
-def open_executor(plan: bytes, manifest: Manifest, weights: Mapping[str, Weight], cache: Cache) -> TensorrtExecutor:
+def open_executor(plan: bytes, manifest: Manifest, weights: Mapping[str, Bound], cache: Cache) -> TensorrtExecutor:
     """Load an engine's plan on the session's device with the weights as its inputs; none are needed for a plan that holds them.
 
     Raises EngineError when TensorRT refuses the plan or its inputs are not the manifest's, BuildError when its TensorRT is not installed.
@@ -55,15 +58,27 @@ def open_executor(plan: bytes, manifest: Manifest, weights: Mapping[str, Weight]
         versions = "" if built == here else f" (built with version {built}, here is {here})"
         reason = messages.errors[0].rstrip(". ") if messages.errors else "it gave no reason"
         raise EngineError(f"{backend.title} refused the plan{versions}: {reason}", f"Build the engine again: {manifest.command} --force.")
-    listed = {one.name for one in manifest.weights}
+    listed = {name for one in manifest.weights for name in one.inputs}
     taken = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)} & listed
     wrong = taken if manifest.plan_info.holds_weights else listed - taken
     if wrong:
         does = "takes the" if manifest.plan_info.holds_weights else "takes no"
         raise EngineError(f"the plan {does} weight '{min(wrong)}', unlike the manifest", f"Build the engine again: {manifest.command} --force.")
-    bindings = {name: weights[name].whole for name in taken}
+    bindings = {name: tensor for name, tensor in _tensors(weights) if name in taken}
     contexts = Contexts(engine, backend, KernelFile.of(manifest.files[PLAN], backend, cache.device))
-    return TensorrtExecutor(engine, backend, cache, bindings, recorder, Lane(cache.device), contexts, keep=runtime)
+    largest = largest_shapes(cache.plan, manifest.limits)
+    return TensorrtExecutor(engine, backend, cache, bindings, recorder, Lane(cache.device), contexts, largest, keep=runtime)
+
+
+def _tensors(weights: Mapping[str, Bound]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the plan's inputs: of matrices of codes these [in, out], as TensorRT multiplies by them, and the scales [out]."""
+    for name, one in weights.items():
+        if isinstance(one, PackedWeight):
+            (part,) = one.parts
+            yield name, part.codes.t().contiguous()
+            yield name + SCALES, part.scales.flatten()
+        else:
+            yield name, one.whole
 
 
 class Lane:
@@ -93,9 +108,11 @@ class TensorrtExecutor:
 
     def __init__(
         self, engine: Any, backend: Backend, cache: Cache, bindings: Mapping[str, Tensor], recorder: Recorder, lane: Lane,
-        contexts: Contexts, keep: Any = None,
+        contexts: Contexts, largest: Mapping[str, Shape], keep: Any = None,
     ) -> None:  # fmt: skip
         """Make the contexts and buffers of a deserialized engine; keep is what must outlive the engine.
+
+        largest are the shapes up to which this cache's steps use the dynamic inputs: the plan, which other policies share, takes larger ones.
 
         Raises EngineError where bindings do not fit the engine's inputs or a context cannot be made.
         """
@@ -108,7 +125,7 @@ class TensorrtExecutor:
         self._dtypes = {name: getattr(torch, TORCH_NAMES[engine.get_tensor_dtype(name).name]) for name in names}
         self._fixed = {name: tuple(engine.get_tensor_shape(name)) for name in inputs if -1 not in tuple(engine.get_tensor_shape(name))}
         self._ranges: dict[str, list[tuple[Shape, ...]]] = {
-            name: [tuple(map(tuple, engine.get_tensor_profile_shape(name, profile))) for profile in range(engine.num_optimization_profiles)]
+            name: [_up_to(largest[name], *engine.get_tensor_profile_shape(name, profile)) for profile in range(engine.num_optimization_profiles)]
             for name in inputs
             if name not in self._fixed
         }
@@ -117,6 +134,7 @@ class TensorrtExecutor:
         with self._reporting("its execution contexts cannot be made"):
             self._memory = self._empty(engine.device_memory_size_v2, torch.uint8)
             self._contexts = [self._make_context(profile) for profile in range(engine.num_optimization_profiles)]
+            recorder.check(EngineError)  # of plugins that are not this cache's
             self._shapes: list[dict[str, Shape]] = [{} for _ in self._contexts]
             self.buffers = {name: self._empty(self._largest(name), self._dtypes[name]) for name in self._ranges}
             self._logits = self._empty(max(map(self._largest_output, range(len(self._contexts)))), self._dtypes[self._output])
@@ -302,3 +320,8 @@ class TensorrtExecutor:
                 self._recorder.check(EngineError)
                 reason = messages.errors[0].rstrip(". ") if messages.errors else "it gave no reason"
                 raise EngineError(f"{self._backend.title}: {what}: {reason}", TRY_TORCH) from None
+
+
+def _up_to(largest: Shape, low: Shape, usual: Shape, high: Shape) -> tuple[Shape, Shape, Shape]:
+    """Cut a profile's range of an input."""
+    return tuple(low), tuple(usual), tuple(map(min, high, largest))
