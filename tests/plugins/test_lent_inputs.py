@@ -71,6 +71,27 @@ def test_no_policy_whose_pages_may_move_is_left_out(tiny_llama: TinyModel) -> No
     assert {name for name in PRESETS if why_not(parse_policy(name).plan(tiny_llama.config)) is None} <= set(test_offload.POLICIES)
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
+    """A model whose heads are as wide as the kernels take them."""
+    shape = {"num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 64, "hidden_size": 640}
+    return make_tiny("qwen3", tmp_path_factory.mktemp("wide") / "model", **shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*PRESETS, *JOINED])
+def test_kernels_read_nothing_later_either(name: str, wide: TinyModel, tmp_path: Path) -> None:
+    """Captured steps too, whose graph overwrites inputs after every node."""
+    check(lambda: make_rig(wide, small(name), tmp_path, slots=2, dtype="float16", device="cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [*test_offload.POLICIES, *test_encoded_recall.POLICIES])
+def test_nor_do_those_that_recall_pages(name: str, wide: TinyModel, tmp_path: Path) -> None:
+    policy, sets = name.partition("+own")[0].partition("+wide")[0], (test_offload.POLICIES | test_encoded_recall.POLICIES)[name]
+    check(lambda: make_rig(wide, policy, tmp_path, sets=sets, slots=2, dtype="float16", device="cuda", recall=Recall()))
+
+
 def check(make: Callable[[], Rig]) -> None:
     expected, found = (generate(rig, prompts(150, 61), 8, chunk=64) for rig in (make(), lending(make())))
     assert torch.equal(found, expected) and bool(found.isfinite().all())

@@ -188,7 +188,7 @@ class _Job:
             raise _parse_error(parser, messages, backend)
         config = builder.create_builder_config()
         config.max_aux_streams = 0  # plugins order their side effects by the one stream
-        if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
+        if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION") and not self.libraries:  # such a plan's runtime is another
             config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # nothing is allocated in a step, so that it can be captured
         config.progress_monitor = self.monitor
         if self.libraries:

@@ -95,6 +95,7 @@ class Contexts:
         """Take a deserialized engine; file holds compiled kernels, where its TensorRT compiles any."""
         self._engine, self._trt, self._file = engine, backend.trt, file
         self._cache: Any = None
+        self._configs: dict[bool, Any] = {}  # which must outlive the contexts, as their cache must
         if hasattr(engine, "create_runtime_config") and hasattr(backend.trt, "IRuntimeCache"):
             self._cache = engine.create_runtime_config().create_runtime_cache()
             if file is not None:
@@ -110,13 +111,15 @@ class Contexts:
         strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
         if self._cache is None:
             return self._engine.create_execution_context(strategy)
-        config, strategies = self._engine.create_runtime_config(), self._trt.DynamicShapesKernelSpecializationStrategy
-        config.set_execution_context_allocation_strategy(strategy)
-        config.set_runtime_cache(self._cache)
-        config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER if one_shape else strategies.LAZY
-        # Prompts' plugin nodes follow the announced step on the host, and decode steps are captured with what precedes and follows them.
-        config.cuda_graph_strategy = self._trt.CudaGraphStrategy.DISABLED
-        return self._engine.create_execution_context(runtime_config=config)
+        if one_shape not in self._configs:
+            config, strategies = self._engine.create_runtime_config(), self._trt.DynamicShapesKernelSpecializationStrategy
+            config.set_execution_context_allocation_strategy(strategy)
+            config.set_runtime_cache(self._cache)
+            config.dynamic_shapes_kernel_specialization_strategy = strategies.EAGER if one_shape else strategies.LAZY
+            # Prompts' plugin nodes follow the announced step on the host, and decode steps are captured with what precedes and follows them.
+            config.cuda_graph_strategy = self._trt.CudaGraphStrategy.DISABLED
+            self._configs[one_shape] = config
+        return self._engine.create_execution_context(runtime_config=self._configs[one_shape])
 
     def save(self) -> None:
         """Save the compiled kernels, if there are new ones."""

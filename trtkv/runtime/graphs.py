@@ -34,6 +34,7 @@ LOGITS = -1
 @dataclass(frozen=True, slots=True)
 class _Captured:
     inputs: StagedInputs
+    prepared: Prepared  # what it holds is in the graph
     run: Callable[[], Tensor]
 
 
@@ -91,7 +92,7 @@ class DecodeGraphs:
         inputs.fill(rows, asks, place)
         first = step()
         inputs.sent()
-        self._captured[key] = _Captured(inputs, self._capture(prepared, step))
+        self._captured[key] = _Captured(inputs, prepared, self._capture(prepared, step))
         return first
 
     def _capture(self, prepared: Prepared, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
