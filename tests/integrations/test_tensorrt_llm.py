@@ -12,12 +12,13 @@ import numpy as np
 import onnx
 import pytest
 
+from plugins.nodes import STEP_INPUTS
 from plugins.tensorrt.plugin import read_fields
 from tests.integrations import fake_tensorrt_llm as fake
 from tests.integrations.fake_tensorrt import INetworkDefinition
 from trtkv.config import Limits, ModelConfig
 from trtkv.errors import BuildError, CheckpointError, ConfigError, TrtkvError
-from trtkv.graph.decoder import STEP_INPUTS, Decoder, build_decoder
+from trtkv.graph.decoder import Decoder, build_decoder
 from trtkv.integrations.tensorrt_llm import MODEL_CLS_FILE, Models
 from trtkv.integrations.tensorrt_llm.build import parse_via
 from trtkv.integrations.tensorrt_llm.network import rope_rows

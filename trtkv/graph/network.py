@@ -25,8 +25,8 @@ ONNX_DTYPES = {
 class Network:
     """Collects nodes, inputs and constants of one graph; values are passed around by name."""
 
-    def __init__(self, name: str, dtype: str) -> None:
-        self.name, self.dtype = name, dtype
+    def __init__(self, name: str, dtype: str, opset: int = OPSET, ir_version: int = IR_VERSION) -> None:
+        self.name, self.dtype, self.opset, self.ir_version = name, dtype, opset, ir_version
         self._nodes: list[onnx.NodeProto] = []
         self._inputs: list[onnx.ValueInfoProto] = []
         self._outputs: list[onnx.ValueInfoProto] = []
@@ -51,6 +51,14 @@ class Network:
         self._nodes.append(helper.make_node(op, list(inputs), [output], name=output, **attributes))
         return output
 
+    def split(self, x: str, outputs: Sequence[str], name: str, axis: int, sizes: Sequence[int] | None = None) -> None:
+        """Cut a tensor along an axis, into equal pieces unless sizes are given."""
+        if sizes is None:
+            self._nodes.append(helper.make_node("Split", [x], list(outputs), name=name, axis=axis, num_outputs=len(outputs)))
+        else:
+            lengths = self.constant(f"sizes.{'.'.join(map(str, sizes))}", np.array(sizes, np.int64))
+            self._nodes.append(helper.make_node("Split", [x, lengths], list(outputs), name=name, axis=axis))
+
     def linear(self, x: str, weight: str, output: str, bias: str | None = None) -> str:
         """Multiply x [T, in] with weight [out, in] transposed; a bias is [1, out], which TensorRT fuses where [out] costs a kernel."""
         return self.node("Gemm", [x, weight] + ([bias] if bias else []), output, transB=1)
@@ -71,7 +79,7 @@ class Network:
     def swiglu(self, packed: str, output: str) -> str:
         """Return silu(gate) * up for packed [T, 2F], gate first."""
         gate, up = f"{output}.gate", f"{output}.up"
-        self._nodes.append(helper.make_node("Split", [packed], [gate, up], name=f"{output}.split", axis=1, num_outputs=2))
+        self.split(packed, [gate, up], f"{output}.split", axis=1)
         gated = self.node("Mul", [gate, self.node("Sigmoid", [gate], f"{output}.sigmoid")], f"{output}.silu")
         return self.node("Mul", [gated, up], output)
 
@@ -82,7 +90,7 @@ class Network:
     def model(self) -> onnx.ModelProto:
         """Assemble the model and check it; equal calls give equal bytes."""
         graph = helper.make_graph(self._nodes, self.name, self._inputs, self._outputs, list(self._constants.values()))
-        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(DOMAIN, int(VERSION))]
-        model = helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name=DOMAIN)
+        opsets = [helper.make_opsetid("", self.opset)] + [helper.make_opsetid(DOMAIN, int(VERSION))] * any(one.domain for one in self._nodes)
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=self.ir_version, producer_name=DOMAIN)
         onnx.checker.check_model(model)
         return model

@@ -28,11 +28,13 @@ ROPE = "rope"  # an engine built by TensorRT-LLM holds its own rotary table
 Shape = tuple[int, ...]
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """TensorRT said no; why is in its log or in what a plugin recorded."""
 
 
-def open_executor(plan: bytes, manifest: Manifest, weights: Mapping[str, Weight], cache: Cache) -> TensorrtExecutor:
+def open_executor(
+    plan: bytes, manifest: Manifest, weights: Mapping[str, Weight], cache: Cache, kind: type[TensorrtExecutor] | None = None
+) -> TensorrtExecutor:
     """Load an engine's plan on the session's device with the weights as its inputs; none are needed for a plan that holds them.
 
     Raises EngineError when TensorRT refuses the plan or its inputs are not the manifest's, BuildError when its TensorRT is not installed.
@@ -56,8 +58,8 @@ def open_executor(plan: bytes, manifest: Manifest, weights: Mapping[str, Weight]
         does = "takes the" if manifest.plan_info.holds_weights else "takes no"
         raise EngineError(f"the plan {does} weight '{min(wrong)}', unlike the manifest", f"Build the engine again: {manifest.command} --force.")
     bindings = {name: weights[name].whole for name in taken}
-    largest = largest_shapes(cache.plan, manifest.limits)
-    return TensorrtExecutor(engine, backend, cache, bindings, recorder, Lane(cache.device), largest, keep=runtime)
+    largest = largest_shapes(cache.plan, manifest.limits) if kind is None else {}
+    return (kind or TensorrtExecutor)(engine, backend, cache, bindings, recorder, Lane(cache.device), largest, keep=runtime)
 
 
 class Lane:
@@ -97,13 +99,13 @@ class TensorrtExecutor:
         """
         self.name, self.cache, self._backend, self._engine, self._keep = backend.name, cache, backend, engine, keep
         self._recorder, self._lane = recorder, lane
-        names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+        names = [name for name in map(engine.get_tensor_name, range(engine.num_io_tensors)) if not name.startswith(self.in_place)]
         inputs = [name for name in names if engine.get_tensor_mode(name) == backend.trt.TensorIOMode.INPUT]
         self._output = next(name for name in names if name not in inputs)
         self._dtypes = {name: getattr(torch, TORCH_NAMES[engine.get_tensor_dtype(name).name]) for name in names}
         self._fixed = {name: tuple(engine.get_tensor_shape(name)) for name in inputs if -1 not in tuple(engine.get_tensor_shape(name))}
         self._ranges: dict[str, list[tuple[Shape, ...]]] = {
-            name: [_up_to(largest[name], *engine.get_tensor_profile_shape(name, profile)) for profile in range(engine.num_optimization_profiles)]
+            name: [_up_to(largest.get(name), *engine.get_tensor_profile_shape(name, profile)) for profile in range(engine.num_optimization_profiles)]
             for name in inputs
             if name not in self._fixed
         }
@@ -120,6 +122,7 @@ class TensorrtExecutor:
                 self._bind(name, tensor)
 
     num_adapters = 0
+    in_place: tuple[str, ...] = ()  # how the names of tensors begin that the plan changes where they lie
 
     @property
     def capturable(self) -> bool:
@@ -134,14 +137,16 @@ class TensorrtExecutor:
         """
         if ROPE not in self._fixed:
             inputs = {name: tensor for name, tensor in inputs.items() if name != ROPE}
-        profile = self.choose_profile(inputs)
+        return self._execute(self.choose_profile(inputs), inputs)
+
+    def _execute(self, profile: int, inputs: Mapping[str, Tensor]) -> Tensor:
         context = self._contexts[profile]
         with self._reporting("the step failed"):
             with self._lane.entered():
                 for name, tensor in inputs.items():
                     self._place(profile, name, tensor)
                 if not context.execute_async_v3(self._lane.handle):
-                    raise _Refused
+                    raise Refused
                 shape = tuple(context.get_tensor_shape(self._output))
             return self._logits[: math.prod(shape)].view(shape).clone()
 
@@ -161,12 +166,12 @@ class TensorrtExecutor:
         with bind(self.cache):
             context = self._engine.create_execution_context(strategy)
         if context is None:
-            raise _Refused
+            raise Refused
         # Steps run one after the other, so the contexts of all profiles share their scratch memory.
         context.set_device_memory(self._memory.data_ptr(), self._memory.numel())
         with self._lane.entered():
             if not context.set_optimization_profile_async(profile, self._lane.handle):
-                raise _Refused
+                raise Refused
         return context
 
     def _place(self, profile: int, name: str, tensor: Tensor) -> None:
@@ -184,7 +189,7 @@ class TensorrtExecutor:
             target.view(shape).copy_(tensor, non_blocking=True)
         if self._shapes[profile].get(name) != shape:
             if not self._contexts[profile].set_input_shape(name, shape):
-                raise _Refused
+                raise Refused
             self._shapes[profile][name] = shape
 
     def _bind(self, name: str, tensor: Tensor) -> None:
@@ -203,7 +208,7 @@ class TensorrtExecutor:
         for context in self._contexts:
             for name, tensor in tensors.items():
                 if not context.set_tensor_address(name, tensor.data_ptr()):
-                    raise _Refused
+                    raise Refused
 
     def _fits(self, profile: int, name: str, shape: Shape) -> bool:
         low, _, high = self._ranges[name][profile]
@@ -217,7 +222,7 @@ class TensorrtExecutor:
         for name, ranges in self._ranges.items():
             shape = ranges[profile][2]
             if not context.set_input_shape(name, shape):
-                raise _Refused
+                raise Refused
             self._shapes[profile][name] = shape
         return math.prod(tuple(context.get_tensor_shape(self._output)))
 
@@ -230,12 +235,12 @@ class TensorrtExecutor:
         with self._backend.log.collect() as messages:
             try:
                 yield
-            except _Refused:
+            except Refused:
                 self._recorder.check(EngineError)
                 reason = messages.errors[0].rstrip(". ") if messages.errors else "it gave no reason"
                 raise EngineError(f"{self._backend.title}: {what}: {reason}", TRY_TORCH) from None
 
 
-def _up_to(largest: Shape, low: Shape, usual: Shape, high: Shape) -> tuple[Shape, Shape, Shape]:
-    """Cut a profile's range of an input."""
-    return tuple(low), tuple(usual), tuple(map(min, high, largest))
+def _up_to(largest: Shape | None, low: Shape, usual: Shape, high: Shape) -> tuple[Shape, Shape, Shape]:
+    """Cut a profile's range of an input where there is a limit."""
+    return tuple(low), tuple(usual), tuple(high) if largest is None else tuple(map(min, high, largest))
