@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ctypes
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import onnx
 import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
-from torch import Tensor
 
 from plugins.cache.assemble import make_cache
-from plugins.cache.cache import Cache
+from plugins.tensorrt.backend import Backend, MessageLog
+from plugins.tensorrt.recorder import Recorder
 from tests.console import Capture, complaint
+from tests.runtime.test_tensorrt_runtime import TRT, Lane
 from tests.tiny import TinyModel, make_rig, make_tiny
 from tests.toy_graph import needs_rtx
 from trtkv.api import build
@@ -22,55 +27,112 @@ from trtkv.checkpoint.weights import Checkpoint
 from trtkv.config import Limits
 from trtkv.engine import launched_kernels
 from trtkv.engine.manifest import GRAPH, PLAN, read_manifest
+from trtkv.engine.profiles import row_profiles
 from trtkv.errors import BuildError, EngineError
 from trtkv.graph.decoder import Decoder
 from trtkv.graph.native_attention import build_native, row_plan
+from trtkv.plan import CachePlan
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.loading import Options, open_engine
 from trtkv.runtime.rope import rope_table
-from trtkv.runtime.row_executor import CACHES, runs_of
+from trtkv.runtime.row_executor import CACHES, RowExecutor
 from trtkv.runtime.rows import StepRow
 from trtkv.runtime.step import Stepper
-from trtkv.runtime.weights import Weight, map_weights
+from trtkv.runtime.weights import map_weights
 
 LIMITS = Limits(max_seq_len=100, max_batch_size=3, max_chunk_tokens=32)
 
 
-class DefinedExecutor:
-    """Runs the graph as ONNX defines it, with a cache's rows in the place of its tensors."""
+class DefinedEngine:
+    """An engine of the graph's interface on CPU memory, whose contexts compute what ONNX defines."""
 
-    name, num_adapters, capturable = "onnx", 0, False
+    num_optimization_profiles, device_memory_size_v2 = 2, 64
 
-    def __init__(self, decoder: Decoder, weights: Mapping[str, Weight], cache: Cache) -> None:
-        self.graph, self.cache = ReferenceEvaluator(decoder.model), cache
-        self.outputs = [one.name for one in decoder.model.graph.output]
-        self.weights = {name: one.whole.numpy() for name, one in weights.items()}
-        self.rows = {f"{name}.{layer}": cache.buffer(name, layer).zero_() for name in CACHES for layer in range(cache.plan.num_layers)}
+    def __init__(self, decoder: Decoder, plan: CachePlan) -> None:
+        graph = decoder.model.graph
+        self.graph, self.contexts = ReferenceEvaluator(decoder.model), list[Any]()
+        self.inputs, self.outputs = {one.name: one.type.tensor_type for one in graph.input}, {one.name: one.type.tensor_type for one in graph.output}
+        self.ranges = [profile.shapes for profile in row_profiles(plan, LIMITS)]
+        self.num_io_tensors = len(self.inputs) + len(self.outputs)
 
-    def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        logits = []
-        for one in runs_of(inputs, len(self.rows["keys.0"]), self.cache.plan.page_size):
-            there = slice(one.first, one.first + one.count)
-            given: dict[str, Any] = {name: tensor.numpy() for name, tensor in {**one.inputs, "rope": inputs["rope"]}.items()}
-            found = dict(
-                zip(self.outputs, self.graph.run(None, {**given, **self.weights, **{n: t[there].numpy() for n, t in self.rows.items()}}), strict=True)
-            )
-            for name, tensor in self.rows.items():
-                tensor[there] = torch.from_numpy(found[f"{name}.updated"])
-            logits += [torch.from_numpy(found["logits"])] if one.wanted else []
-        return torch.cat(logits)
+    def get_tensor_name(self, index: int) -> str:
+        return [*self.inputs, *self.outputs][index]
+
+    def get_tensor_mode(self, name: str) -> str:
+        return "in" if name in self.inputs else "out"
+
+    def get_tensor_dtype(self, name: str) -> Any:
+        return SimpleNamespace(name={1: "FLOAT", 6: "INT32", 7: "INT64"}[{**self.inputs, **self.outputs}[name].elem_type])
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(dim.dim_value or -1 for dim in {**self.inputs, **self.outputs}[name].shape.dim)
+
+    def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
+        return list(self.ranges[profile][name])
+
+    def create_execution_context(self, strategy: str) -> DefinedContext:
+        self.contexts.append(DefinedContext(self))
+        return self.contexts[-1]
+
+
+class DefinedContext:
+    """A context that refuses shapes outside its profile, and a cache that does not come out where it went in."""
+
+    def __init__(self, engine: DefinedEngine) -> None:
+        self.engine, self.profile = engine, -1
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.addresses: dict[str, int] = {}
+
+    def set_device_memory(self, address: int, size: int) -> None:
+        pass
+
+    def set_optimization_profile_async(self, profile: int, stream: int) -> bool:
+        self.profile = profile
+        return True
+
+    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
+        low, _, high = self.engine.ranges[self.profile][name]
+        self.shapes[name] = shape
+        return all(a <= b <= c for a, b, c in zip(low, shape, high, strict=True))
+
+    def set_tensor_address(self, name: str, address: int) -> bool:
+        self.addresses[name] = address
+        return True
+
+    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+        if name == "logits":
+            return (*self.shapes["last_rows"], self.engine.get_tensor_shape(name)[1])
+        return self.shapes.get(name.removesuffix(".updated"), self.engine.get_tensor_shape(name))
+
+    def at(self, name: str) -> npt.NDArray[Any]:
+        kind = {"FLOAT": np.float32, "INT32": np.int32, "INT64": np.int64}[self.engine.get_tensor_dtype(name).name]
+        shape = self.get_tensor_shape(name)
+        size = math.prod(shape) * np.dtype(kind).itemsize
+        return np.frombuffer((ctypes.c_byte * size).from_address(self.addresses[name]), kind).reshape(shape)
+
+    def execute_async_v3(self, stream: int) -> bool:
+        found = self.engine.graph.run(None, {name: self.at(name) for name in self.engine.inputs})
+        for name, value in zip(self.engine.outputs, found, strict=True):
+            assert name == "logits" or self.addresses[name] == self.addresses[name.removesuffix(".updated")]
+            self.at(name)[...] = value
+        return True
 
 
 def stepper_of(tiny: TinyModel) -> Stepper:
-    """Set up the graph's definition; its model is called bfloat16 where float32 is refused, and computes in float32."""
+    """Open the graph's definition; its plan is that of bfloat16, as float32 is refused, and it computes in float32."""
     half = tiny.config.model_copy(update={"dtype": "bfloat16"})
     plan = row_plan(parse_policy("full").plan(tiny.config), half, LIMITS)
     decoder = build_native(tiny.config, plan, LIMITS)
     onnx.checker.check_model(decoder.model)
     cache = make_cache(plan, [LIMITS.max_batch_size], LIMITS.max_batch_size, "cpu")
+    for name in CACHES:
+        cache.buffer(name, 0).fill_(torch.nan)  # of memory as it comes
     weights = map_weights(Checkpoint(tiny.path), decoder.weights, torch.float32, torch.device("cpu"), lambda done, total: None)
     rope = rope_table(tiny.config.rope, tiny.config.head_dim, LIMITS.max_seq_len)
-    return Stepper(DefinedExecutor(decoder, weights, cache), cache, LIMITS, rope)  # type: ignore[arg-type]
+    bindings = {spec.name: torch.cat(weights[spec.name].parts).view(spec.shape) for spec in decoder.weights}
+    backend = Backend("tensorrt_rtx", "1.7", TRT, None, MessageLog())
+    executor = RowExecutor(DefinedEngine(decoder, plan), backend, cache, bindings, Recorder(), Lane(), {})
+    return Stepper(executor, cache, LIMITS, rope)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
@@ -117,7 +179,6 @@ def test_tensorrt_maps_it_to_its_own_layers(tiny_llama: TinyModel, tmp_path: Pat
     ("more", "words"),
     [
         ({"policy": "fier"}, "the policy 'fier' has the role retrieve"),
-        ({"policy": "full+offload"}, "has the role offload"),
         ({"policy": "lagkv"}, "the policy 'lagkv' has the role evict"),
         ({"policy": "xattention"}, "the policy 'xattention' has the role prefill"),
         ({"dtype": "float32"}, "takes bfloat16 and float16, not float32"),

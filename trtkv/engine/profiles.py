@@ -33,10 +33,17 @@ def row_profiles(plan: CachePlan, limits: Limits) -> list[Profile]:
     one, batch, tokens = (1, 1, 1), (1, limits.max_batch_size, limits.max_batch_size), (1, limits.max_chunk_tokens, limits.max_chunk_tokens)
 
     def profile(name: str, rows: Range, new: Range) -> Profile:
-        ranges = {"token_ids": (rows, new), "positions": (rows, new), "writes": (rows,), "lengths": (rows,), "last_rows": (batch,)}
+        ranges: dict[str, tuple[Range, ...]] = {
+            "token_ids": (rows, new),
+            "positions": (rows, new),
+            "writes": (rows,),
+            "lengths": (rows,),
+            "last_rows": (batch,),
+        }
         row = [(size,) * 3 for size in (plan.num_kv_heads, plan.page_size, plan.head_dim)]
         ranges |= {f"{buffer.name}.{layer}": (rows, *row) for buffer in plan.buffers for layer in buffer.layers}
-        return Profile(name, {tensor: tuple(zip(*bounds, strict=True)) for tensor, bounds in ranges.items()})
+        low, usual, high = ({tensor: tuple(one[index] for one in bounds) for tensor, bounds in ranges.items()} for index in range(3))
+        return Profile(name, {tensor: (low[tensor], usual[tensor], high[tensor]) for tensor in ranges})
 
     return [profile("decode", batch, one), profile("prefill", one, tokens)]
 

@@ -53,7 +53,7 @@ def build_native(model: ModelConfig, plan: CachePlan, limits: Limits) -> Decoder
     specs = weight_specs(model)
     for spec in specs:
         net.input(spec.name, model.dtype, spec.shape)
-    row = ["B", model.num_kv_heads, plan.page_size, model.head_dim]
+    row: list[int | str] = ["B", model.num_kv_heads, plan.page_size, model.head_dim]
     for layer in range(model.num_layers):
         for name in ("keys", "values"):
             net.input(f"{name}.{layer}", model.dtype, row)
