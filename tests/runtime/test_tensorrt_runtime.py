@@ -20,6 +20,7 @@ from plugins.tensorrt.recorder import Recorder
 from tests.toy_graph import needs_rtx
 from trtkv.engine import tensorrt as build_module
 from trtkv.errors import EngineError
+from trtkv.runtime import row_executor
 from trtkv.runtime import tensorrt as runtime
 from trtkv.runtime.tensorrt import DECODE, PREFILL, TensorrtExecutor
 
@@ -57,7 +58,7 @@ def used_attributes(module: Any) -> set[tuple[str, str]]:
 
 @pytest.mark.trt
 @needs_rtx
-@pytest.mark.parametrize(("module", "least"), [(runtime, 15), (build_module, 15), (plugin_module, 10)])
+@pytest.mark.parametrize(("module", "least"), [(runtime, 15), (build_module, 15), (plugin_module, 10), (row_executor, 3)])
 def test_every_attribute_used_of_tensorrt_exists(module: Any, least: int) -> None:
     import tensorrt_rtx as trt
 
