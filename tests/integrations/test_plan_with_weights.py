@@ -48,7 +48,8 @@ def opened(monkeypatch: pytest.MonkeyPatch, engine: Any, weights: dict[str, torc
     listed = [WeightInput(name=name, shape=tuple(tensor.shape), sources=()) for name, tensor in weights.items()]
     limits = Limits(max_seq_len=160, max_batch_size=4, max_chunk_tokens=16)
     manifest: Any = SimpleNamespace(plan_info=info, weights=listed, command="trtkv build", limits=limits, files={PLAN: "0" * 64})
-    cache: Any = SimpleNamespace(device=torch.device("cpu"), plan=parse_policy("knorm").plan(MODEL))
+    plan, nothing = parse_policy("knorm").plan(MODEL), lambda *given: None
+    cache: Any = SimpleNamespace(device=torch.device("cpu"), plan=plan, captures=nothing, join=nothing)
     given = {} if holds else {name: Weight((tensor,)) for name, tensor in weights.items()}
     return runtime.open_executor(b"plan", manifest, given, cache)
 
