@@ -62,6 +62,8 @@ def quantize(
     source = resolve_model(model)
     if source.path is None:
         raise CheckpointError(f"the weights of '{model}' are not here", f"Fetch them: trtkv pull {model}.")
+    if source.config.quantization is not None:
+        raise CheckpointError(f"'{model}' is quantized already, as {source.config.quantization.title}", "Take the checkpoint that it was made from.")
     target = out or Path(f"{Path(source.name).name}-{to}")
     if target.exists() and not force:
         raise ConfigError(f"'{target}' exists", "Choose another --out, or add --force.")
