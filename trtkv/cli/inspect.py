@@ -38,9 +38,7 @@ def inspect(engine: Path, /, *, layers: bool = False, json: bool = False) -> Non
     print()
     print_table(["plugin", "nodes", "layers"], [[one["op"], one["nodes"], one["layers"]] for one in found["plugins"]], title="Plugins")
     print()
-    print_table(
-        ["product", "in", "out", "nodes"], [[one["name"], one["in"], one["out"], one["nodes"]] for one in found["gemms"]], title="Matrix products"
-    )
+    print_table(["product", "in", "out", "weights", "nodes"], [list(one.values()) for one in found["gemms"]], title="Matrix products")
     if found["kernels"]:
         print()
         rows = [[one["kernel"], ", ".join(one["sms"]), one["files"], Size(one["bytes"])] for one in found["kernels"]]

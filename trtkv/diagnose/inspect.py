@@ -38,7 +38,7 @@ def contents(directory: Path, *, layers: bool = False) -> dict[str, Any]:
         "files": {name: (directory / name).stat().st_size for name in (MANIFEST, *manifest.files)},
         "buffers": _buffers(manifest),
         "plugins": _plugins(graph),
-        "gemms": _gemms(graph),
+        "gemms": _gemms(manifest),
         "kernels": _kernels(manifest),
         "fused": _fused(decode),
         "notes": _notes(manifest, decode, inside),
@@ -99,6 +99,7 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
         "sms": list(info.sms) if info else [],
         "runs_here": _runs_here(manifest),
         "plugins_by": _plugins_by(manifest),
+        "weight_bytes": manifest.weight_bytes,
         "weights": "in the plan; the torch executor takes the checkpoint's" if info and info.holds_weights else "the checkpoint's",
         "checkpoint": manifest.checkpoint or manifest.hub,
         "source": manifest.source,
@@ -154,14 +155,14 @@ def _layer(node: onnx.NodeProto) -> int:
     return next(int(helper.get_attribute_value(one)) for one in node.attribute if one.name == "layer")
 
 
-def _gemms(graph: onnx.GraphProto) -> list[dict[str, Any]]:
-    shapes = {one.name: tuple(dim.dim_value for dim in one.type.tensor_type.shape.dim) for one in graph.input}
-    found: Counter[tuple[str, int, int]] = Counter()
-    for node in graph.node:
-        if node.op_type == "Gemm":
-            out, width = shapes[node.input[1]]
-            found[node.input[1].split(".")[-1], width, out] += 1
-    return [{"name": name, "in": width, "out": out, "nodes": count} for (name, width, out), count in found.items()]
+def _gemms(manifest: Manifest) -> list[dict[str, Any]]:
+    found: Counter[tuple[str, int, int, str]] = Counter()
+    looked_up = {"embed"} if any(one.name == "head" for one in manifest.weights) else set[str]()
+    for one in manifest.weights:
+        if len(one.shape) == 2 and one.shape[0] > 1 and one.name not in looked_up:
+            stored = one.quantization.title if one.quantization else manifest.model.dtype
+            found[one.name.split(".")[-1], one.shape[1], one.shape[0], stored] += 1
+    return [{"name": name, "in": width, "out": out, "weights": stored, "nodes": count} for (name, width, out, stored), count in found.items()]
 
 
 def _kernels(manifest: Manifest) -> list[dict[str, Any]]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from plugins.device import nvrtc
 from plugins.kernel_list import LEAST_CAPABILITY
 from plugins.tensorrt import cuda
 from plugins.tensorrt.backend import Backend
 from trtkv.errors import BuildError
+from trtkv.quantized.encoding import Quantization
 
 PORTABLE_SMS = ("80", "86", "89", "120")  # what a backend that builds without a GPU builds for by default
 KERNEL_SMS = ("80", "89", "90", "120")  # what kernels are compiled for on a machine without a GPU: each runs on its whole generation
-NONE = "none"
+NONE, FP8_SM = "none", 89
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +72,15 @@ def _choose(asked: tuple[str, ...], here: str | None, backend: Backend | None, i
             raise BuildError(f"nothing can be built for sm {sm} here{older}", f"Choose among {', '.join(every)} with --sm.")
     reason = f"{backend.title} does not build for sm {', '.join(asked)} here" if backend and not chosen else None
     return Targets(chosen, tuple(sm for sm in asked if sm in known), reason)
+
+
+def for_weights(targets: Targets, quantization: Quantization | None) -> Targets:
+    """Leave out of a plan the GPUs for which TensorRT has no fp8, and the plan itself where it would not multiply by codes as they are."""
+    if quantization is None or targets.no_plan is not None:
+        return targets
+    if quantization.why_no_plan:
+        return replace(targets, plan=(), no_plan=quantization.why_no_plan)
+    here = targets.plan or tuple(filter(None, (cuda.compute_capability(),)))
+    chosen = tuple(sm for sm in here if int(sm) >= FP8_SM)
+    reason = f"TensorRT has no fp8 for sm {', '.join(here)}" if here and not chosen else None
+    return replace(targets, plan=chosen if targets.plan else (), no_plan=reason)

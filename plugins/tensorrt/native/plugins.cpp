@@ -133,12 +133,13 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
     calls_ = nullptr;
     if (!runs_) return 0; // a builder that measures
     longest_ = static_cast<unsigned>(inputs[0].dims.d[0] - batch_ + 1); // every sequence has a new token
-    auto const columns = inputs[face_.sequences + 4].dims.d[2];
+    auto const groups = inputs[face_.sequences + 4].dims.d[0], columns = inputs[face_.sequences + 4].dims.d[2];
     uint32_t const wanted = 1 + tables.buffers * tables.layers;
     if (inputs[0].dims.d[0] < batch_) return fail("every sequence needs a new token");
     if (batch_ > static_cast<int>(tables.max_batch)) return fail("this library takes " + std::to_string(tables.max_batch) + " sequences");
+    if (groups != static_cast<int64_t>(tables.groups)) return fail("'page_table' needs " + std::to_string(tables.groups) + " page groups");
     if (columns != static_cast<int64_t>(tables.pages)) return fail("'page_table' needs " + std::to_string(tables.pages) + " columns");
-    if (entries_ != static_cast<int64_t>(wanted)) return fail("'state' needs " + std::to_string(wanted) + " entries");
+    if (entries_ < static_cast<int64_t>(wanted)) return fail("'state' needs " + std::to_string(wanted) + " entries");
     return 0;
   }
 
@@ -208,15 +209,16 @@ class Creator : public IPluginCreatorV3One {
       if (!std::strcmp(field.name, "cfg") && field.data) config.text.assign(static_cast<char const*>(field.data), field.length);
     }
     while (!config.text.empty() && config.text.back() == '\0') config.text.pop_back();
-    std::string const plan = config.value("plan"), ours = std::string("\"") + tables.text(tables.plan) + "\"";
     std::string const where = std::string(face_.name) + " '" + name + "'";
-    if (plan != ours) {
-      report(where + " is of plan " + (plan.empty() ? "unknown" : plan) + ", and this library of trtkv " + tables.text(tables.version) +
-          " is of plan " + ours + ", policy " + tables.text(tables.policy) + ". Load the library that trtkv build --native wrote beside the engine.");
-      return nullptr;
-    }
     if (config.layer < 0 || config.layer >= static_cast<int>(tables.layers)) {
       report(where + " is of layer " + std::to_string(config.layer) + ", and the plan has " + std::to_string(tables.layers) + " layers");
+      return nullptr;
+    }
+    int const kind = tables.at<int32_t>(tables.kind_of_layer)[config.layer];
+    std::string const ours = tables.text(tables.at<uint32_t>(tables.configs)[kind]);
+    if (config.text != ours) {
+      report(where + " has " + config.text + ", and this library of trtkv " + tables.text(tables.version) + ", policy " + tables.text(tables.policy) +
+          ", has " + ours + ". Load the library that trtkv build --native wrote beside the engine.");
       return nullptr;
     }
     return new Plugin(face_, std::move(config), phase == TensorRTPhase::kRUNTIME);
