@@ -15,11 +15,20 @@ struct Tensor {
   int64_t shape[4];
 };
 std::string message;
-struct Logger : ILogger {
-  void log(Severity, AsciiChar const* text) noexcept override { message = text; }
+// Of either kind of TensorRT: what is called is at the first and at the fifth place.
+struct Logger {
+  virtual void log(int32_t, char const* text) noexcept { message = text; }
+  virtual void second() {}
+  virtual void third() {}
+  virtual void fourth() {}
+  virtual void log_11(int32_t, char const* text) noexcept { message = text; }
 } logger;
-struct Finder : ILoggerFinder {
-  ILogger* findLogger() override { return &logger; }
+struct Finder {
+  virtual void* find() { return &logger; }
+  virtual void second() {}
+  virtual void third() {}
+  virtual void fourth() {}
+  virtual void* find_11() { return &logger; }
 } finder;
 
 PluginTensorDesc describe(Tensor const& tensor) {
@@ -50,7 +59,7 @@ void* host_open(char const* path) {
     message = dlerror();
     return nullptr;
   }
-  reinterpret_cast<void (*)(ILoggerFinder*)>(dlsym(library, "setLoggerFinder"))(&finder);
+  reinterpret_cast<void (*)(void*)>(dlsym(library, "setLoggerFinder"))(&finder);
   return dlsym(library, "getCreators");
 }
 // phase -1: as in an execution context of an engine that was built and loaded; 0: as a builder that measures.

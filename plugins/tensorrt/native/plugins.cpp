@@ -36,8 +36,8 @@ template <typename T> T find_symbol(char const* name) {
   return reinterpret_cast<T>(found);
 }
 
-// TensorRT 11 and TensorRT-RTX 1.5 moved the functions of logger, its finder and registry. The headers at hand may be of one kind and the TensorRT that
-// opens the library of the other, so these three are called by the places of their functions.
+// TensorRT 11 and TensorRT-RTX 1.5 moved the functions of logger, its finder and registry. The headers at hand may be of one kind and the TensorRT
+// that opens the library of the other, so these three are called by the places of their functions.
 bool moved() {
   auto const version = find_symbol<int32_t (*)()>("getInferLibVersion"); // 101401 is TensorRT 10.14.1, 10701 TensorRT-RTX 1.7.1
   int32_t const here = version ? version() : NV_TENSORRT_MAJOR * 10000 + NV_TENSORRT_MINOR * 100;
