@@ -28,7 +28,8 @@ from trtkv.checkpoint.find import INDEX, resolve_model
 from trtkv.checkpoint.weights import Checkpoint
 from trtkv.cli.output import print_table
 from trtkv.config import ModelConfig
-from trtkv.graph.weights import expected_tensors, weight_specs
+from trtkv.graph.weights import weight_specs
+from trtkv.quantized.formats import tensors_of
 from trtkv.runtime.uploads import READERS
 from trtkv.runtime.weights import map_weights
 
@@ -72,7 +73,7 @@ def write_checkpoint(folder: Path, model: ModelConfig, *, scale: float = 1.0, sy
     """Write safetensors of random bf16 numbers of a deviation with the model's tensors, in shards; returns the files."""
     shards: list[dict[str, Any]] = [{}]
     sizes = [0]
-    for name, shape in expected_tensors(weight_specs(model)).items():
+    for name, shape in tensors_of(weight_specs(model))[0].items():
         nbytes = 2 * torch.Size(shape).numel()
         if sizes[-1] + nbytes > SHARD_BYTES and sizes[-1]:
             shards.append({})

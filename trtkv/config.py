@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from trtkv.errors import CheckpointError, ConfigError
+from trtkv.quantized.encoding import Quantization
+from trtkv.quantized.formats import read_quantization
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "int8": 1, "int32": 4, "int64": 8, "float8_e4m3fn": 1}
@@ -61,6 +63,7 @@ class ModelConfig(BaseModel):
     dtype: Dtype = "bfloat16"
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
+    quantization: Quantization | None = None
 
     @property
     def qkv_size(self) -> int:
@@ -90,16 +93,17 @@ class ModelConfig(BaseModel):
         return [n for n in range(1, self.num_kv_heads + 1) if not (self.num_kv_heads % n or self.intermediate_size % n)]
 
     @staticmethod
-    def from_hf(raw: dict[str, Any], where: str = "config.json") -> ModelConfig:
+    def from_hf(raw: dict[str, Any], where: str = "config.json", beside: object = None) -> ModelConfig:
         """Read a Hugging Face configuration.
 
-        raw is the parsed `config.json`; where names it in messages.
+        raw is the parsed `config.json`, beside ModelOpt's `hf_quant_config.json` where there is one; where names it in messages.
         Raises CheckpointError for a model type, activation, rotary scaling, active sliding window or quantization that is not supported.
         """
         fix = "Take the config.json that belongs to the checkpoint."
         try:
             _refuse_unsupported(raw, where)
             model = ModelConfig(**_fields(raw, where))
+            quantization = read_quantization(raw.get("quantization_config"), where, model.num_layers, model.dtype, beside)
         except ValidationError as error:
             first = error.errors()[0]
             raise CheckpointError(f"{where}: {'.'.join(map(str, first['loc']))}: {first['msg'].lower()}", fix) from None
@@ -109,21 +113,15 @@ class ModelConfig(BaseModel):
             raise CheckpointError(f"{where}: {model.num_q_heads} query heads do not divide into {model.num_kv_heads} key-value heads", fix)
         if model.head_dim % 16:
             raise CheckpointError(f"{where}: head dimension {model.head_dim} is not a multiple of 16", "Such models are not supported.")
-        return model
+        return model.model_copy(update={"quantization": quantization}) if quantization else model
 
     @staticmethod
     def from_dir(path: Path) -> ModelConfig:
         """Read `path/config.json`; raises CheckpointError when it is missing or malformed."""
-        file = path / "config.json"
+        file, beside = path / "config.json", path / "hf_quant_config.json"
         if not file.is_file():
             raise CheckpointError(f"no config.json in '{path}'", "Give a Hugging Face model directory or a preset name (trtkv models).")
-        try:
-            raw = json.loads(file.read_text(encoding="utf-8"))
-        except (ValueError, OSError) as error:
-            raise CheckpointError(f"{file} cannot be read: {error}", "Download the file again.") from None
-        if not isinstance(raw, dict):
-            raise CheckpointError(f"{file} is not a JSON object", "Download the file again.")
-        return ModelConfig.from_hf(raw, str(file))
+        return ModelConfig.from_hf(_read_object(file), str(file), _read_object(beside) if beside.is_file() else None)
 
 
 class Limits(BaseModel):
@@ -174,6 +172,16 @@ def extend_positions(model: ModelConfig, text: str) -> ModelConfig:
     return model.model_copy(update={"rope": rope, "max_positions": int(model.max_positions * value)})
 
 
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}", "Download the file again.") from None
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{file} is not a JSON object", "Download the file again.")
+    return raw
+
+
 def _fields(raw: dict[str, Any], where: str) -> dict[str, Any]:
     bias, norm = MODEL_TYPES[raw["model_type"]]
     heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
@@ -205,9 +213,6 @@ def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:
         raise CheckpointError(f"{where}: model type '{kind}' is not supported", f"Supported are {', '.join(sorted(MODEL_TYPES))}.")
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise CheckpointError(f"{where}: activation '{raw['hidden_act']}' is not supported", "Supported is silu.")
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method", "unknown")
-        raise CheckpointError(f"{where}: weights quantized with '{method}' are not supported", "Take the float16, bfloat16 or float32 checkpoint.")
     if raw.get("mlp_bias"):
         raise CheckpointError(f"{where}: biases in the feed-forward layer are not supported", "Take a checkpoint without mlp_bias.")
     if raw.get("attention_bias") and kind in ("llama", "mistral", "qwen3"):

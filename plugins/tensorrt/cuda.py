@@ -45,6 +45,14 @@ def _attribute(which: int, device: int) -> int | None:
     return value.value if driver.cuDeviceGetAttribute(ctypes.byref(value), which, handle) == 0 else None
 
 
+def driver_version() -> str | None:
+    """Return the CUDA version that the driver supports, such as "13.0"; None without a driver."""
+    driver, version = _driver(), ctypes.c_int(0)
+    if driver is None or driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
 def zero_fill(pointer: int, size: int, stream: int) -> None:
     """Set size bytes of device memory to zero on a stream; safe inside a capture. Raises RuntimeError when the driver refuses.
 

@@ -15,7 +15,8 @@ from trtkv.checkpoint.gguf import convert_gguf
 from trtkv.checkpoint.weights import Checkpoint
 from trtkv.config import ModelConfig
 from trtkv.errors import CheckpointError, UnknownName
-from trtkv.graph.weights import expected_tensors, weight_specs
+from trtkv.graph.weights import weight_specs
+from trtkv.quantized.formats import tensors_of
 from trtkv.runtime.tokenizer import Tokenizer
 
 
@@ -24,7 +25,7 @@ def test_weights_come_back(tiny_gguf: TinyGguf, tmp_path: Path, dtype: str) -> N
     seen: list[float] = []
     out = convert_gguf(tiny_gguf.file, tmp_path / "out", dtype=dtype, progress=lambda stage, fraction: seen.append(fraction))
     checkpoint, config = Checkpoint(out), ModelConfig.from_dir(out)
-    checkpoint.check(expected_tensors(weight_specs(config)))
+    checkpoint.check(*tensors_of(weight_specs(config)))
     assert checkpoint.names() == sorted(tiny_gguf.weights)
     for name, weight in tiny_gguf.weights.items():
         assert torch.equal(checkpoint.tensor(name), torch.from_numpy(weight).to(getattr(torch, dtype))), name

@@ -18,7 +18,7 @@ from tests.plugins.sessions import capture_on_cpu
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.api import build
 from trtkv.errors import CapacityError, CheckpointError, EngineError, RequestError
-from trtkv.runtime import fused, loading
+from trtkv.runtime import fused
 from trtkv.runtime.adapters import read_adapters
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.llm import LLM
@@ -233,7 +233,7 @@ def test_what_is_not_loaded_is_refused(tiny_llama: TinyModel, adapters: dict[str
     assert not llm.batcher.busy
     with pytest.raises(EngineError, match="adapters are loaded, which its plan does not add"):
         LLM(path, device="cpu", executor="tensorrt", adapters=adapters)
-    need = llm.engine.adapters.nbytes + loading._weight_bytes(llm.engine.manifest)
+    need = llm.engine.adapters.nbytes + llm.engine.manifest.weight_bytes
     monkeypatch.setattr("trtkv.runtime.memory.available_bytes", lambda device: need - 1)
     with pytest.raises(CapacityError, match="the weights take"):
         LLM(path, device="cpu", adapters=adapters, cache_bytes=1 << 24)

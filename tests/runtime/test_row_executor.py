@@ -33,6 +33,7 @@ from trtkv.graph.decoder import Decoder
 from trtkv.graph.native_attention import build_native, row_plan
 from trtkv.plan import CachePlan
 from trtkv.policies.registry import parse_policy
+from trtkv.runtime.contexts import Contexts
 from trtkv.runtime.loading import Options, open_engine
 from trtkv.runtime.rope import rope_table
 from trtkv.runtime.row_executor import CACHES, RowExecutor
@@ -131,7 +132,8 @@ def stepper_of(tiny: TinyModel) -> Stepper:
     rope = rope_table(tiny.config.rope, tiny.config.head_dim, LIMITS.max_seq_len)
     bindings = {spec.name: torch.cat(weights[spec.name].parts).view(spec.shape) for spec in decoder.weights}
     backend = Backend("tensorrt_rtx", "1.7", TRT, None, MessageLog())
-    executor = RowExecutor(DefinedEngine(decoder, plan), backend, cache, bindings, Recorder(), Lane(), {})
+    engine = DefinedEngine(decoder, plan)
+    executor = RowExecutor(engine, backend, cache, bindings, Recorder(), Lane(), Contexts(engine, backend), {})
     return Stepper(executor, cache, LIMITS, rope)
 
 
@@ -171,7 +173,7 @@ def test_tensorrt_maps_it_to_its_own_layers(tiny_llama: TinyModel, tmp_path: Pat
         assert [one.layers for one in attention] == [(f"layers.{layer}.attention",) for layer in range(layers)]
     assert not [node for node in onnx.load(str(path / GRAPH)).graph.node if node.domain]
     for executor in ("auto", "torch"):
-        with pytest.raises(EngineError, match=r"only TensorRT runs this engine, which was built with --attention native: .*Build it without"):
+        with pytest.raises(EngineError, match=r"only TensorRT runs this engine, built with --attention native: .*Build it without"):
             open_engine(path, Options(device="cpu", executor=executor))
 
 

@@ -44,10 +44,9 @@ def test_uploaded_weights_are_the_mapped_ones(tiny_llama: TinyModel, device: tor
     specs = weight_specs(tiny_llama.config.part(count), count)
     checkpoint = Checkpoint(tiny_llama.path)
     mapped = map_weights(checkpoint, specs, dtype, CPU, quiet, part)
-    named = [(one.name, one.shape, [name for name, _ in one.sources]) for one in specs]
-    uploaded = upload_weights(checkpoint, named, dtype, device, quiet, part)
-    assert list(uploaded) == [name for name, _, _ in named]
-    for name, shape, _ in named:
+    uploaded = upload_weights(checkpoint, specs, dtype, device, quiet, part)
+    assert list(uploaded) == [one.name for one in specs]
+    for name, shape in ((one.name, one.shape) for one in specs):
         assert uploaded[name].whole.shape == shape and uploaded[name].whole.device.type == device.type
         assert torch.equal(stacked(uploaded[name], shape), stacked(mapped[name], shape)), name
 

@@ -23,7 +23,7 @@ from trtkv.api import build
 from trtkv.bench.load import Work
 from trtkv.bench.pinned import bus_bandwidth
 from trtkv.bench.records import make_record
-from trtkv.bench.tiers import COMPARED, Load, calibrate, weights_bytes
+from trtkv.bench.tiers import COMPARED, Load, calibrate
 from trtkv.bench.timeline import Timeline
 from trtkv.checkpoint.find import resolve_model
 from trtkv.engine.manifest import read_manifest
@@ -223,4 +223,4 @@ def reset_peak(device: torch.device) -> None:
 
 def peak(name: str, engine: Engine, device: torch.device) -> dict[str, int]:
     """Return the most bytes that were taken beside the weights since the last reset: the cache, activations and captured steps."""
-    return {name: torch.cuda.max_memory_allocated(device) - weights_bytes(engine)} if device.type == "cuda" else {}
+    return {name: torch.cuda.max_memory_allocated(device) - engine.manifest.weight_bytes} if device.type == "cuda" else {}

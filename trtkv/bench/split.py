@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from plugins.kernel_list.linear import products
 from trtkv.bench.profile import Span, own_times
 from trtkv.config import DTYPE_BYTES
@@ -79,8 +77,7 @@ def largest_gap(split: dict[str, float], least: dict[str, float], step_us: float
 def weight_bytes(manifest: Manifest) -> int:
     """Bytes of the weights that every step reads: all but an embedding that is only looked up."""
     looked_up = set() if manifest.model.tie_embeddings else {"embed"}
-    sizes = (torch.Size(one.shape).numel() for one in manifest.weights if one.name not in looked_up)
-    return sum(sizes) * DTYPE_BYTES[manifest.model.dtype]
+    return sum(one.nbytes(manifest.model.dtype) for one in manifest.weights if one.name not in looked_up)
 
 
 def kv_bytes_read(engine: Engine) -> tuple[int, int]:

@@ -22,9 +22,10 @@ from trtkv.bench.records import make_record
 from trtkv.bench.split import kv_bytes_read, largest_gap, least_times, weight_bytes
 from trtkv.bench.timing import Times, copy_bandwidth
 from trtkv.checkpoint.find import resolve_model
-from trtkv.config import DTYPE_BYTES, Limits
+from trtkv.config import Limits
 from trtkv.engine.compile_kernels import write_kernels
 from trtkv.errors import CapacityError
+from trtkv.graph import weights as specs
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.loading import Engine, Options, open_engine
 from trtkv.runtime.memory import pool_sizes
@@ -124,7 +125,7 @@ def most_sequences(cell: Cell, device: torch.device) -> int:
     model = resolve_model(cell.model).config
     model = model.model_copy(update={"dtype": cell.dtype}) if cell.dtype else model
     plan = parse_policy(cell.policy, budget=cell.budget, sets=cell.sets).plan(model)
-    weights = 0 if device.type == "cpu" else model.num_params * DTYPE_BYTES[model.dtype]
+    weights = 0 if device.type == "cpu" else specs.weight_bytes(model)
     ledger = make_ledger(plan, device)
 
     def fits(batch: int) -> bool:

@@ -24,7 +24,6 @@ from plugins.select.summary import summary_kind
 from trtkv.bench.load import Work
 from trtkv.bench.profile import trace_streams
 from trtkv.bench.timing import Times
-from trtkv.config import DTYPE_BYTES
 from trtkv.errors import ConfigError
 from trtkv.plan import SelectPlan
 from trtkv.runtime.executor import TorchExecutor
@@ -336,11 +335,6 @@ def calibrate(load: Load, wanted: float, how: Recall) -> float:
         low, high = (drift, high) if pages < wanted else (low, drift)
     load.restore(begun, how)
     return min(found)[1]
-
-
-def weights_bytes(engine: Engine) -> int:
-    """Return the bytes of all weights of an engine."""
-    return sum(torch.Size(one.shape).numel() for one in engine.manifest.weights) * DTYPE_BYTES[engine.manifest.model.dtype]
 
 
 def _cosine(before: list[Tensor], after: list[Tensor]) -> list[float]:

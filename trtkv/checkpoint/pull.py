@@ -23,8 +23,8 @@ from trtkv.errors import CapacityError, CheckpointError, UnknownName
 from trtkv.presets import model_presets
 
 Progress = Callable[[str, float], None]
-PATTERNS = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "tokenizer*", "special_tokens_map.json",
-            "vocab.json", "merges.txt", "chat_template*")  # fmt: skip
+PATTERNS = ("config.json", "hf_quant_config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "tokenizer*",
+            "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from trtkv.checkpoint.find import INDEX, SINGLE
 from trtkv.errors import CheckpointError
+from trtkv.quantized.encoding import Stored
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64, "F16": torch.float16,
@@ -76,6 +78,10 @@ class Checkpoint:
                 digest.update(self._map(entry.file)[entry.start : entry.start + min(SAMPLE, entry.nbytes)])
         return digest.hexdigest()
 
+    def __contains__(self, name: str) -> bool:
+        """Say whether there is a tensor of that name."""
+        return name in self._entries
+
     def names(self) -> list[str]:
         """Return the names of all tensors, sorted."""
         return sorted(self._entries)
@@ -101,25 +107,35 @@ class Checkpoint:
             return _view(bytearray(mapped[entry.start : entry.start + entry.nbytes]), entry, 0)
         return _view(mapped, entry, entry.start)
 
-    def check(self, expected: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise CheckpointError naming the first expected tensor that is missing, of another shape, or not float32, float16 or bfloat16."""
+    def check(self, expected: Mapping[str, tuple[int, ...]], stored: Mapping[str, Stored] = MappingProxyType({})) -> None:
+        """Raise CheckpointError naming the first expected tensor that is missing, of another shape, or not float32, float16 or bfloat16.
+
+        stored are tensors of quantized layers, with the shapes and dtypes that their format gives them.
+        """
         for name, shape in expected.items():
-            if name not in self._entries:
-                raise CheckpointError(
-                    f"'{self.path}' lacks the tensor '{name}' {list(shape)} (it holds {len(self._entries)} others)",
-                    "Its config.json does not describe these weights: take both from the same checkpoint.",
-                )
-            entry = self._entries[name]
-            if entry.shape != tuple(shape):
-                raise CheckpointError(
-                    f"'{self.path}': the tensor '{name}' has the shape {list(entry.shape)}, expected {list(shape)}",
-                    "Its config.json does not describe these weights: take both from the same checkpoint.",
-                )
-            if entry.dtype not in USABLE:
-                raise CheckpointError(
-                    f"'{self.path}': the tensor '{name}' is {str(entry.dtype).removeprefix('torch.')}",
-                    "Take a float32, float16 or bfloat16 checkpoint.",
-                )
+            self._check(name, (tuple(shape),), USABLE)
+        for name, one in stored.items():
+            if one.kind == "absent" and name in self._entries:
+                raise CheckpointError(f"'{self.path}' holds '{name}': {one.layout}, which is not supported", "Take another checkpoint of the model.")
+            if one.kind != "absent" and (one.kind != "order" or name in self._entries):
+                self._check(name, one.shapes, tuple(getattr(torch, dtype) for dtype in one.dtypes))
+
+    def _check(self, name: str, shapes: tuple[tuple[int, ...], ...], dtypes: tuple[torch.dtype, ...]) -> None:
+        shape = " or ".join(str(list(one)) for one in shapes)
+        if name not in self._entries:
+            raise CheckpointError(
+                f"'{self.path}' lacks the tensor '{name}' {shape} (it holds {len(self._entries)} others)",
+                "Its config.json does not describe these weights: take both from the same checkpoint.",
+            )
+        entry = self._entries[name]
+        if entry.shape not in shapes:
+            raise CheckpointError(
+                f"'{self.path}': the tensor '{name}' has the shape {list(entry.shape)}, expected {shape}",
+                "Its config.json does not describe these weights: take both from the same checkpoint.",
+            )
+        if entry.dtype not in dtypes:
+            fix = "Take a float32, float16 or bfloat16 checkpoint." if dtypes == USABLE else f"Expected {' or '.join(map(_named, dtypes))}."
+            raise CheckpointError(f"'{self.path}': the tensor '{name}' is {_named(entry.dtype)}", fix)
 
     def entry(self, name: str) -> Entry:
         """Return a tensor's place; raises CheckpointError when there is none of that name."""
@@ -135,6 +151,10 @@ class Checkpoint:
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"{file} cannot be mapped: {error}", AGAIN) from None
         return self._maps[file]
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _view(buffer: mmap.mmap | bytearray, entry: Entry, offset: int) -> Tensor:

@@ -38,16 +38,15 @@ def inspect(engine: Path, /, *, layers: bool = False, json: bool = False) -> Non
     print()
     print_table(["plugin", "nodes", "layers"], [[one["op"], one["nodes"], one["layers"]] for one in found["plugins"]], title="Plugins")
     print()
-    print_table(
-        ["product", "in", "out", "nodes"], [[one["name"], one["in"], one["out"], one["nodes"]] for one in found["gemms"]], title="Matrix products"
-    )
+    print_table(["product", "in", "out", "weights", "nodes"], [list(one.values()) for one in found["gemms"]], title="Matrix products")
     if found["kernels"]:
         print()
         rows = [[one["kernel"], ", ".join(one["sms"]), one["files"], Size(one["bytes"])] for one in found["kernels"]]
         print_table(["kernel", "sm", "files", "size"], rows, title="GPU kernels")
     if found["fused"]:
         print()
-        print_table(["fused by TensorRT", "count"], [[one["kernel"], one["count"]] for one in found["fused"]], title="Plan")
+        rows = [[one["kernel"], ", ".join(one["layers"]), one["count"]] for one in found["fused"]]
+        print_table(["fused by TensorRT", "layers of the graph", "count"], rows, title="Decode profile of the plan")
     if layers:
         _print_layers(found)
     for line in found["notes"]:

@@ -13,6 +13,7 @@ PLAIN = {
     "bytes_per_token": "one_more_token_bytes",
     "score_bytes": "scores_bytes",
     "weight_bytes": "weights_bytes",
+    "weights": "weights_stored_as",
     "tokens_read_per_step": "tokens_read_a_step",
 }
 APART = ("plan_hash", "buffers", "assumes", "in_torch")  # for programs, or printed otherwise

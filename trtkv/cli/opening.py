@@ -20,7 +20,7 @@ class Opening:
     Args:
         weights: Checkpoint directory, or random; the one that the engine was built from by default.
         device: auto, cpu, cuda or cuda:N.
-        executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
+        executor: auto (torch where it captures steps, else TensorRT where it runs), torch or tensorrt.
         cache_gib: Memory for the KV cache of each engine in GiB; what is free by default.
         offload: Store pages in host memory, for policies that select pages or tokens, such as freekv, quest and fier.
         host_gib: Host memory that --offload may take for each engine in GiB; most of what is free by default.

@@ -14,6 +14,7 @@ from plugins.device.driver import cuda_version
 from plugins.tensorrt.backend import available
 from plugins.tensorrt.cuda import device_count
 from trtkv.checkpoint.find import data_home
+from trtkv.engine.targets import FP8_SM
 from trtkv.lazy import torch
 from trtkv.runtime.where_tensorrt_runs import NO_CUDA, supports
 from trtkv.sizes import readable
@@ -79,11 +80,22 @@ def _abilities() -> list[dict[str, Any]]:
     problem = gpu_ready(torch.device("cuda")) if cuda else NO_CUDA
     note = f"{problem}; it takes {taken()}" if problem else taken()
     rows.append({"what": "run cache operations as GPU code", "here": problem is None, "note": note})
+    rows.append({"what": "read quantized checkpoints", "here": True, "note": _quantized(cuda)})
     rows.append({"what": "run engines with torch on the CPU", "here": True, "note": "every engine"})
     rows.append(
         {"what": "run engines with torch on a GPU", "here": cuda, "note": "every engine" if cuda else "needs a CUDA GPU and a torch built for it"}
     )
     return rows
+
+
+def _quantized(cuda: bool) -> str:
+    """Say what multiplies by quantized weights on this machine's GPU."""
+    formats = "fp8 and int4: compressed-tensors, fp8, AWQ, GPTQ, ModelOpt; torch dequantizes them in every step"
+    if not cuda:
+        return formats
+    major, minor = torch.cuda.get_device_capability()
+    has = "multiplies by fp8 with scales of rows" if 10 * major + minor >= FP8_SM else f"has no fp8 for sm {major}{minor}"
+    return f"{formats}; TensorRT {has}"
 
 
 def _kernel_abilities() -> list[dict[str, Any]]:

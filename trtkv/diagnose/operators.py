@@ -31,8 +31,9 @@ from plugins.nodes import FACES
 from plugins.select import reference as select_reference
 from plugins.select.in_torch import pool, speculative_query
 from trtkv.diagnose import rounding
+from trtkv.diagnose.codes import find_dequantized
 from trtkv.plan import SelectPlan
-from trtkv.runtime.weights import Weight
+from trtkv.runtime.weights import Bound, Weight
 
 ROWS = 4  # compared rows of one sequence in one step
 COLUMNS = 256  # compared columns of a product with a weight; others in the next step
@@ -59,16 +60,17 @@ class Finding:
 class Shadow:
     """Follows one executor; `not_compared` names what has only one implementation."""
 
-    def __init__(self, graph: Path, weights: Mapping[str, Weight], cache: Cache) -> None:
+    def __init__(self, graph: Path, weights: Mapping[str, Bound], cache: Cache) -> None:
         model = onnx.load(str(graph))
-        self._weights, self._cache = weights, cache
+        self._weights, self._cache = {name: one for name, one in weights.items() if isinstance(one, Weight)}, cache
         cache.wait_for_comparison()
         self._nodes = list(model.graph.node)
         unused = [type(name, (OpRun,), {"op_domain": DOMAIN, "_run": None}) for name in FACES]
         self._ops = ReferenceEvaluator(model, new_ops=unused).rt_nodes_
         self._constants = {one.name: onnx.numpy_helper.to_array(one) for one in model.graph.initializer}
         self._embedding = next(one.input[0] for one in self._nodes if one.op_type == "Gather" and one.input[1] == "token_ids")
-        dtype = next(iter(weights.values())).parts[0].dtype
+        self.dequantized = find_dequantized(self._nodes, self._ops, weights)
+        dtype = self._weights[self._embedding].parts[0].dtype
         self.dtype, self.wide = dtype, torch.float64 if dtype == torch.float32 else torch.float32
         self.not_compared: set[str] = set()
         self._turn = 0
@@ -84,7 +86,10 @@ class Shadow:
             torch.set_num_threads(threads)
 
     def weight(self, name: str, rows: Tensor | None = None) -> Tensor:
-        """Return a weight, or some rows of it (entries of a bias [out]), in its own dtype on the host."""
+        """Return a weight, or some rows of it (entries of a bias [out]), in its own dtype on the host; of codes what they mean, in the engine's."""
+        if name in self.dequantized:
+            assert rows is not None, "of a matrix of codes some rows are compared"
+            return self.dequantized[name].rows(rows).to(self.dtype)
         parts = tuple(part.flatten() if name.endswith("bias") else part for part in self._weights[name].parts)
         if rows is None:
             return torch.cat([part.cpu() for part in parts]) if len(parts) > 1 else parts[0].cpu()
@@ -94,7 +99,7 @@ class Shadow:
 
     def columns(self, name: str) -> Tensor:
         """Return which columns of a product with this weight are compared now."""
-        width = sum(len(part) for part in self._weights[name].parts)
+        width = self.dequantized[name].matrix.rows if name in self.dequantized else self._weights[name].rows
         self._turn += 1
         step = max(1, width // COLUMNS)
         return torch.arange(self._turn % step, width, step)
@@ -166,6 +171,8 @@ class _Step:
     def _compute(self, node: onnx.NodeProto, op: Any) -> None:
         """Evaluate a standard operator in the wide dtype and, rounded after every operator, in the engine's."""
         shadow = self.shadow
+        if node.output[0] in shadow.dequantized:
+            return
         if node.op_type == "Cast":
             self.exact[node.output[0]] = self.exact[node.input[0]]
             value, single = self.narrow[node.input[0]], helper.get_attribute_value(node.attribute[0]) == onnx.TensorProto.FLOAT
@@ -193,7 +200,9 @@ class _Step:
         shadow, name = self.shadow, node.output[0]
         self.columns[name] = columns = shadow.columns(node.input[1])
         weights = [shadow.weight(one, columns) for one in node.input[1:]]
-        (self.exact[name],) = _run(op, [self.exact[node.input[0]], *(one.to(shadow.wide) for one in weights)])
+        stored = shadow.dequantized.get(node.input[1])
+        matrix = weights[0].t() if stored and stored.transposed else weights[0]
+        (self.exact[name],) = _run(op, [self.exact[node.input[0]], *(one.to(shadow.wide) for one in (matrix, *weights[1:]))])
         self.rounding[name] = rounding.of_product(self.exact[node.input[0]], weights[0])
         self.narrow[name] = shadow.round(torch.nn.functional.linear(self.narrow[node.input[0]], *(one.float() for one in weights)))
 

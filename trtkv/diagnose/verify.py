@@ -25,6 +25,7 @@ from trtkv.errors import ConfigError, EngineError
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.graph_program import Node
 from trtkv.runtime.loading import Engine, Options, Progress, open_engine
+from trtkv.runtime.packed import PackedWeight
 from trtkv.runtime.rows import StepRow
 from trtkv.runtime.weights import Weight
 
@@ -102,7 +103,7 @@ class WatchedExecutor(HostedExecutor):
 
     def watch(self, graph: Path) -> None:
         """Begin to compare, by the reference over this graph."""
-        weights = {name: one for name, one in self._bound.items() if isinstance(one, Weight)}
+        weights = {name: one for name, one in self._bound.items() if isinstance(one, Weight | PackedWeight)}
         self.shadow, self.findings, self.comparing = Shadow(graph, weights, self.cache), [], True
 
     @property

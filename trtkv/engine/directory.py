@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -24,13 +24,15 @@ from trtkv.engine.manifest import GRAPH, PLAN, Attention, Manifest, WeightInput,
 from trtkv.engine.native import check_self_contained, native_sms, record_native, write_native
 from trtkv.engine.profiles import profiles, row_profiles
 from trtkv.engine.shared_plans import PlanInputs, obtain
-from trtkv.engine.targets import Targets, choose_targets
+from trtkv.engine.targets import Targets, choose_targets, for_weights
 from trtkv.errors import BuildError, CapacityError, EngineError
 from trtkv.graph.decoder import build_decoder
 from trtkv.graph.native_attention import WITHOUT, build_native, row_plan
-from trtkv.graph.weights import WeightSpec, expected_tensors
+from trtkv.graph.weights import WeightSpec, weight_specs
 from trtkv.plan import CachePlan
 from trtkv.policies.policy import Policy
+from trtkv.quantized.encoding import HALF_OR_SINGLE as SCALE_DTYPES
+from trtkv.quantized.formats import tensors_of
 
 Progress = Callable[[str, float], None]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "special_tokens_map.json")
@@ -78,15 +80,19 @@ def build_engine(request: Request, progress: Progress = lambda stage, fraction: 
         _check_native_layers(request)
         plan = row_plan(plan, request.model, limits)
     progress("graph", 0.0)
+    checkpoint = _checkpoint(request.source)
+    if checkpoint:
+        request = replace(request, model=_with_scales_of(checkpoint, request.model))
     decoder = build_native(request.model, plan, limits) if native_layers else build_decoder(request.model, plan, limits, request.tp)
     weights_hash = None
-    if request.source.path and any(request.source.path.glob("*.safetensors")):
-        checkpoint = Checkpoint(request.source.path)
-        checkpoint.check(expected_tensors(decoder.weights))
+    if checkpoint:
+        checkpoint.check(*tensors_of(decoder.weights))
         weights_hash = checkpoint.fingerprint
     graph = decoder.model.SerializeToString(deterministic=True)
     backend = _backend(request.backend)
-    targets = choose_targets(request.sms, load(backend) if backend else None, insisted=request.backend is not None)
+    loaded, insisted = load(backend) if backend else None, request.backend is not None
+    targets = choose_targets(request.sms, loaded, insisted=insisted, dtype=request.model.dtype)
+    targets = for_weights(targets, request.model.quantization)
     specs, no_kernels = list_kernels(plan, request.model, limits, targets.kernels, sampling_only=native_layers)
     if request.self_contained:
         check_self_contained(targets, backend)
@@ -124,6 +130,20 @@ def build_engine(request: Request, progress: Progress = lambda stage, fraction: 
         replace_directory(stage, request.out)
     progress("done", 1.0)
     return Built(request.out, manifest, False)
+
+
+def _checkpoint(source: Source) -> Checkpoint | None:
+    return Checkpoint(source.path) if source.path and any(source.path.glob("*.safetensors")) else None
+
+
+def _with_scales_of(checkpoint: Checkpoint, model: ModelConfig) -> ModelConfig:
+    """Take the dtype of int4 scales from the checkpoint; that of fp8 scales, which are few, is float32."""
+    one = model.quantization
+    if one is None or one.codes == "fp8":
+        return model
+    found = next((name for name, part in tensors_of(weight_specs(model))[1].items() if part.kind == "scales" and name in checkpoint), None)
+    dtype = str(checkpoint.dtype(found)).removeprefix("torch.") if found else one.scale_dtype
+    return model.model_copy(update={"quantization": one.model_copy(update={"scale_dtype": dtype})}) if dtype in SCALE_DTYPES else model
 
 
 def _backend(wanted: str | None) -> str | None:
@@ -200,7 +220,7 @@ def _manifest(request: Request, plan: CachePlan, weights: Sequence[WeightSpec], 
         limits=request.limits,
         policy=request.policy.model_dump(mode="json", exclude_none=True),
         cache_plan=plan.to_json(),
-        weights=tuple(WeightInput(name=one.name, shape=one.shape, sources=one.sources) for one in weights),
+        weights=tuple(WeightInput(name=one.name, shape=one.shape, sources=one.sources, quantization=one.quantization) for one in weights),
         **parts,
         files={file.relative_to(stage).as_posix(): file_sha256(file) for file in sorted(stage.rglob("*")) if file.is_file()},
         command=request.command,

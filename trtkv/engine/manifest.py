@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -13,9 +14,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 import trtkv
-from trtkv.config import Limits, ModelConfig
+from trtkv.config import DTYPE_BYTES, Limits, ModelConfig
 from trtkv.errors import EngineError
 from trtkv.plan import CachePlan, Meaning
+from trtkv.quantized.encoding import SCALES, ZEROS, Quantization
 
 MANIFEST, GRAPH, PLAN = "manifest.json", "graph.onnx", "engine.plan"
 FORMAT = 3  # raised whenever an engine directory of the previous format can no longer be run
@@ -71,12 +73,23 @@ class NativeInfo(BaseModel):
 
 
 class WeightInput(BaseModel):
-    """A weight input of the graph and the checkpoint tensors that it is stacked from."""
+    """A weight input of the graph and the checkpoint tensors that it is stacked from, as `trtkv.graph.weights.WeightSpec` describes them."""
 
     model_config = ConfigDict(frozen=True)
     name: str
     shape: tuple[int, ...]
     sources: tuple[tuple[str, tuple[int, ...]], ...]
+    quantization: Quantization | None = None
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The names of the graph's inputs: the matrix, and beside codes their scales and zero points."""
+        one = self.quantization
+        return (self.name, *((self.name + SCALES,) if one else ()), *((self.name + ZEROS,) if one and one.zero_points else ()))
+
+    def nbytes(self, dtype: str) -> int:
+        """Return the bytes of the input in an engine of this dtype, with scales and zero points."""
+        return self.quantization.nbytes(*self.shape) if self.quantization else math.prod(self.shape) * DTYPE_BYTES[dtype]
 
 
 class Manifest(BaseModel):
@@ -124,6 +137,11 @@ class Manifest(BaseModel):
         for kind, meaning in plan.roles.items():
             _check_role(kind, meaning, self.command)
         return plan
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of all weights of a part, as they are stored on its device."""
+        return sum(one.nbytes(self.model.dtype) for one in self.weights)
 
     @property
     def remedy(self) -> str:

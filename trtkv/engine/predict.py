@@ -8,9 +8,10 @@ from typing import Any
 
 from plugins.cache.kernel_support import in_torch
 from plugins.cache.tiers.host.layout import Layout, layout, records
-from trtkv.config import DTYPE_BYTES, ModelConfig
+from trtkv.config import ModelConfig
 from trtkv.engine.footprint import DEFAULT_CHUNK, Footprint
 from trtkv.errors import ConfigError
+from trtkv.graph.weights import weight_bytes
 from trtkv.plan import BufferSpec
 from trtkv.policies.base import Evict
 from trtkv.policies.policy import Policy
@@ -38,7 +39,7 @@ def predict(
         raise ConfigError(f"context {context} and batch size {batch_size} must both be above 0", "Give positive numbers.")
     one = Footprint(model, policy, chunk_tokens)
     stored = one.stored_bytes(context)
-    weights = model.num_params * DTYPE_BYTES[model.dtype]
+    weights = weight_bytes(model)
     found: dict[str, Any] = {
         "policy": policy.name,
         "plan_hash": one.plan.hash,
@@ -51,6 +52,7 @@ def predict(
         "scratch_bytes": _scratch(one, context),
         "tokens_read_per_step": one.tokens_read(context),
         "weight_bytes": weights,
+        "weights": model.quantization.title if model.quantization else model.dtype,
         "assumes": _assumptions(one, offload),
         "in_torch": in_torch(one.plan),
     }

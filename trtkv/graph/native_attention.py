@@ -11,9 +11,8 @@ import numpy as np
 
 from trtkv.config import Limits, ModelConfig
 from trtkv.errors import BuildError
-from trtkv.graph.decoder import Decoder, add_head, add_layers
+from trtkv.graph.decoder import Decoder, add_head, add_layers, add_weights
 from trtkv.graph.network import ONNX_DTYPES, Network
-from trtkv.graph.weights import weight_specs
 from trtkv.plan import CachePlan
 
 OPSET, IR_VERSION = 24, 11  # the first with TensorScatter and an Attention that takes lengths
@@ -50,9 +49,7 @@ def build_native(model: ModelConfig, plan: CachePlan, limits: Limits) -> Decoder
     sizes = {"X": limits.max_seq_len, "D": model.head_dim}
     for name, (dtype, shape) in INPUTS.items():
         net.input(name, dtype, [sizes.get(letter, letter) for letter in shape])
-    specs = weight_specs(model)
-    for spec in specs:
-        net.input(spec.name, model.dtype, spec.shape)
+    specs = add_weights(net, model)
     row: list[int | str] = ["B", model.num_kv_heads, plan.page_size, model.head_dim]
     for layer in range(model.num_layers):
         for name in ("keys", "values"):

@@ -11,14 +11,19 @@ from onnx import TensorProto, helper, numpy_helper
 
 from plugins.config import DOMAIN, VERSION, OpConfig
 from plugins.nodes import OpFace
+from trtkv.quantized.encoding import SCALES, ZEROS, Quantization
 
 OPSET, IR_VERSION = 18, 9
+PACKED_OPSET, PACKED_IR = 21, 10  # from which blocks and four bits are dequantized
 ONNX_DTYPES = {
     "float32": TensorProto.FLOAT,
     "float16": TensorProto.FLOAT16,
     "bfloat16": TensorProto.BFLOAT16,
     "int32": TensorProto.INT32,
     "int64": TensorProto.INT64,
+    "fp8": TensorProto.FLOAT8E4M3FN,
+    "int4": TensorProto.INT4,
+    "uint4": TensorProto.UINT4,
 }
 
 
@@ -31,6 +36,8 @@ class Network:
         self._inputs: list[onnx.ValueInfoProto] = []
         self._outputs: list[onnx.ValueInfoProto] = []
         self._constants: dict[str, onnx.TensorProto] = {}
+        self._wide: dict[str, str] = {}  # what dequantizes a matrix that is stored [in, out]
+        self._packed = False
 
     def input(self, name: str, dtype: str, shape: Sequence[int | str]) -> str:
         """Declare a graph input; letters in shape are dynamic dimensions."""
@@ -61,7 +68,29 @@ class Network:
 
     def linear(self, x: str, weight: str, output: str, bias: str | None = None) -> str:
         """Multiply x [T, in] with weight [out, in] transposed; a bias is [1, out], which TensorRT fuses where [out] costs a kernel."""
-        return self.node("Gemm", [x, weight] + ([bias] if bias else []), output, transB=1)
+        wide = self._wide.get(weight, weight)
+        return self.node("Gemm", [x, wide] + ([bias] if bias else []), output, transB=int(not wide.endswith(".wide_t")))
+
+    def quantized(self, name: str, shape: tuple[int, ...], one: Quantization) -> None:
+        """Declare a matrix [out, in] of codes with its scales and zero points, which `linear` dequantizes.
+
+        With a scale for each row TensorRT multiplies by codes [in, out] as they are; [out, in] it would transpose in every step.
+        """
+        self._packed = True
+        out, width = shape
+        groups, columns = one.groups(width), one.why_no_plan is None
+        codes = "uint4" if one.zero_points else one.codes
+        names = [self.input(name, codes, (width, out) if columns else shape)]
+        beside = (out, groups) if one.group else (out,)
+        names.append(self.input(name + SCALES, one.scale_dtype, beside))
+        if one.zero_points:
+            names.append(self.input(name + ZEROS, codes, beside))
+        where: dict[str, int] = {"axis": 1, "block_size": one.group} if one.group else {"axis": int(columns)}
+        wide = self._wide[name] = f"{name}.wide_t" if columns else f"{name}.wide"
+        single = one.scale_dtype != self.dtype
+        made = self.node("DequantizeLinear", names, f"{wide}.scaled" if single else wide, **where)
+        if single:
+            self.node("Cast", [made], wide, to=ONNX_DTYPES[self.dtype])
 
     def rms_norm(self, x: str, weight: str, eps: float, output: str) -> str:
         """Normalize rows of x [T, E] by their root mean square in fp32; decomposed, because the native operator needs TensorRT 10.15."""
@@ -90,7 +119,8 @@ class Network:
     def model(self) -> onnx.ModelProto:
         """Assemble the model and check it; equal calls give equal bytes."""
         graph = helper.make_graph(self._nodes, self.name, self._inputs, self._outputs, list(self._constants.values()))
-        opsets = [helper.make_opsetid("", self.opset)] + [helper.make_opsetid(DOMAIN, int(VERSION))] * any(one.domain for one in self._nodes)
-        model = helper.make_model(graph, opset_imports=opsets, ir_version=self.ir_version, producer_name=DOMAIN)
+        opset, ir = max((self.opset, self.ir_version), (PACKED_OPSET, PACKED_IR) if self._packed else (0, 0))
+        opsets = [helper.make_opsetid("", opset)] + [helper.make_opsetid(DOMAIN, int(VERSION))] * any(one.domain for one in self._nodes)
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=ir, producer_name=DOMAIN)
         onnx.checker.check_model(model)
         return model

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from trtkv.config import ModelConfig
+from trtkv.config import DTYPE_BYTES, ModelConfig
+from trtkv.errors import ConfigError
+from trtkv.quantized.encoding import Quantization
+from trtkv.quantized.words import HEAD, LINEAR
 
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
     """A graph input and the checkpoint tensors that it is stacked from along the first axis.
 
-    shape is that of the graph input; sources are names and shapes in the checkpoint; a bias [out] becomes [1, out].
+    shape is that of the graph input; sources are names and shapes in the checkpoint; a bias [out] becomes [1, out]. A matrix with a quantization is
+    stored in tensors of other names, which that lists, and has inputs for scales and zero points beside it.
     """
 
     name: str
     shape: tuple[int, ...]
     sources: tuple[tuple[str, tuple[int, ...]], ...]
+    quantization: Quantization | None = None
+
+    def nbytes(self, dtype: str) -> int:
+        """Return the bytes of the input in an engine of this dtype, with scales and zero points."""
+        return self.quantization.nbytes(*self.shape) if self.quantization else math.prod(self.shape) * DTYPE_BYTES[dtype]
 
 
 def weight_specs(model: ModelConfig, tp: int = 1) -> list[WeightSpec]:
@@ -34,17 +44,32 @@ def weight_specs(model: ModelConfig, tp: int = 1) -> list[WeightSpec]:
     if shares_head(model, tp) or not model.tie_embeddings:
         rows = v // tp if shares_head(model, tp) else v
         specs.append(WeightSpec("head", (rows, e), (("model.embed_tokens.weight" if model.tie_embeddings else "lm_head.weight", (v, e)),)))
-    return specs
+    return [_quantized(spec, model.quantization, tp) for spec in specs] if model.quantization else specs
+
+
+def weight_bytes(model: ModelConfig) -> int:
+    """Return the bytes of a model's weights as its checkpoint stores them."""
+    return sum(spec.nbytes(model.dtype) for spec in weight_specs(model))
+
+
+def _quantized(spec: WeightSpec, quantization: Quantization, tp: int) -> WeightSpec:
+    """Give a matrix its encoding; raises ConfigError where words, or for parts groups, would be cut through."""
+    module, (out, whole) = spec.sources[0][0].removesuffix(".weight"), (*spec.sources[0][1], 0)[:2]
+    if not module.endswith((HEAD, *LINEAR)) or module in quantization.plain:
+        return spec
+    width = spec.shape[1]
+    word = 8 if quantization.codes == "int4" else 1
+    unit = (quantization.group or word) if width != whole else word
+    rows = min(shape[0] for _, shape in spec.sources) // (tp if width == whole else 1)
+    if width % unit or rows % word:
+        problem = f"'{module}' [{out}, {whole}] in {tp} parts of [{rows}, {width}] cuts through groups of {unit} or words of {word} weights"
+        raise ConfigError(problem, "Choose a lower --tp." if tp > 1 else "Take the bfloat16 checkpoint.")
+    return replace(spec, quantization=quantization.model_copy(update={"plain": ()}))
 
 
 def shares_head(model: ModelConfig, tp: int) -> bool:
     """Say whether each of several parts has its own rows of the head: where the vocabulary divides."""
     return tp > 1 and model.vocab_size % tp == 0
-
-
-def expected_tensors(specs: list[WeightSpec]) -> Mapping[str, tuple[int, ...]]:
-    """Return the shape of every checkpoint tensor that the specs need."""
-    return {name: shape for spec in specs for name, shape in spec.sources}
 
 
 def _layer(model: ModelConfig, layer: int, tp: int) -> Iterator[WeightSpec]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from plugins.lora.delta import Delta
 from trtkv.checkpoint.adapter import Adapter, read_adapter
 from trtkv.errors import CheckpointError, RequestError
-from trtkv.runtime.weights import Source, share
+from trtkv.runtime.sources import Source, share
 from trtkv.sizes import readable
 
 LEAST_RANK = 16  # of stacked factors: the smallest product of the kernels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,17 @@ from plugins.nodes import FACES
 from trtkv.runtime import fused
 from trtkv.runtime.adapters import Adapters
 from trtkv.runtime.graph_program import TORCH_OPS, Node, join_products, load_program, with_deltas
-from trtkv.runtime.weights import Weight
+from trtkv.runtime.rows import Prepared
+from trtkv.runtime.weights import Bound, Weight
 
 
 class TorchExecutor:
     """Executes a graph node by node; `taps` collects the named intermediate values of the next run when it is not None."""
 
     name = "torch"
+    alignment = 16
 
-    def __init__(self, graph: Path, weights: Mapping[str, Weight], cache: Cache, adapters: Adapters = Adapters()) -> None:  # noqa: B008 (frozen)
+    def __init__(self, graph: Path, weights: Mapping[str, Bound], cache: Cache, adapters: Adapters = Adapters()) -> None:  # noqa: B008 (frozen)
         """Load the graph at `graph`; weights by graph input; cache holds the cache that the plugin ops use."""
         self._nodes, constants = load_program(graph)
         self._bound: dict[str, Any] = {**constants, **weights, **{f"{name}.delta": one for name, one in adapters.deltas.items()}}
@@ -46,7 +49,8 @@ class TorchExecutor:
         for node in (node for _, joined in self._programs for node in joined):
             if node.kind in ("Gemm", "Product"):
                 normed, gated = node.kind == "Product" and bool(node.inputs[2]), bool(node.attributes.get("gated"))
-                fused.prepare(weights[node.inputs[1 if node.kind == "Gemm" else 3]], cache.num_slots, gated=gated, normed=normed)
+                matrix = weights[node.inputs[1 if node.kind == "Gemm" else 3]]
+                fused.prepare(matrix, self.weight("norm"), cache.num_slots, gated=gated, normed=normed)
         self._capturable = all(cache.captures(call.layer, call.config, dtype) for call in calls)
 
     @property
@@ -76,6 +80,10 @@ class TorchExecutor:
         self.cache.join()
         logits: Tensor = values["logits"]
         return logits
+
+    def prepare(self, inputs: Mapping[str, Tensor]) -> Prepared:
+        """Prepare a decode step over these inputs."""
+        return Prepared(partial(self.run, inputs))
 
     def _run(self, node: Node, args: list[Any]) -> Any:
         if node.kind == "Gemm":

@@ -16,7 +16,8 @@ from plugins.linear import launch
 from plugins.lora import launch as lora
 from plugins.lora import reference
 from plugins.lora.delta import Delta
-from trtkv.runtime.weights import Weight
+from trtkv.runtime.packed import PackedWeight
+from trtkv.runtime.weights import Bound, Weight
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -52,20 +53,20 @@ def silu_product(gate_up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate).mul_(up)
 
 
-def linear(x: Tensor, weight: Weight, bias: Weight | None) -> Tensor:
+def linear(x: Tensor, weight: Bound, bias: Weight | None) -> Tensor:
     """Return x [T, in] times the weight transposed, plus bias: [T, out]."""
     return product(x, None, None, weight, bias)[0]
 
 
 def product(
-    x: Tensor, more: Tensor | None, norm: tuple[Tensor, float] | None, weight: Weight, bias: Weight | None, *, gated: bool = False
+    x: Tensor, more: Tensor | None, norm: tuple[Tensor, float] | None, weight: Bound, bias: Weight | None, *, gated: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Return the product [T, out] of x [T, in] with a weight, plus bias, and x + more where more is given.
 
     norm normalizes x (plus more) first, scaled by its weight [in] and with its eps; gated returns silu(gate) * up, side by side in the product.
     """
-    width = len(weight.parts[0]) // 2 if gated else len(weight.parts[0])
-    if not _multiplies(x, weight, width):
+    width = weight.rows // 2 if gated else weight.rows
+    if isinstance(weight, PackedWeight) or not _multiplies(x, weight, width):
         total = None
         if norm is not None:
             x, total = (rms_norm(x, *norm), None) if more is None else add_rms_norm(x, more, *norm)
@@ -90,8 +91,11 @@ def prepare_delta(delta: Delta) -> None:
             store.load_all(lora.kernels(delta, arch()))
 
 
-def prepare(weight: Weight, most_tokens: int, *, gated: bool, normed: bool) -> None:
-    """Load the kernels that products of up to so many tokens with a weight run, so that no step has to."""
+def prepare(weight: Bound, like: Tensor, most_tokens: int, *, gated: bool, normed: bool) -> None:
+    """Load the kernels that products of up to so many tokens like a tensor with a weight run, or reserve what they need, so that no step has to."""
+    if isinstance(weight, PackedWeight):
+        weight.prepare(like)
+        return
     matrix = weight.parts[0]
     if matrix.is_cuda and len(weight.parts) == 1 and matrix.dim() == 2 and gpu_ready(matrix.device) is None:
         width, inner = matrix.shape

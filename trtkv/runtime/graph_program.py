@@ -6,7 +6,7 @@ Norms and the gated activation are spelled out in the graph so that every Tensor
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +52,7 @@ def load_program(path: Path) -> tuple[list[Node], dict[str, Tensor]]:
 
     graph = onnx.load(str(path)).graph
     constants = {one.name: torch.from_numpy(numpy_helper.to_array(one).copy()) for one in graph.initializer}
-    nodes = list(_join_sums(list(_fuse([_read(node) for node in graph.node], constants))))
+    nodes = list(_join_sums(list(_fuse(list(_without_dequantizing(map(_read, graph.node))), constants))))
     return _with_lifetimes(nodes, {one.name for one in graph.output}), constants
 
 
@@ -70,6 +70,17 @@ def _read(node: onnx.NodeProto) -> Node:
     if node.op_type == "Split":
         attributes["outputs"] = tuple(node.output)
     return Node(node.op_type, tuple(node.input), node.output[0], attributes)
+
+
+def _without_dequantizing(nodes: Iterable[Node]) -> Iterator[Node]:
+    """Let products read matrices of codes themselves: those are bound with their scales and zero points."""
+    codes: dict[str, str] = {}
+    for node in nodes:
+        if node.kind == "DequantizeLinear" or (node.kind == "Cast" and node.inputs[0] in codes):
+            codes[node.output] = codes.get(node.inputs[0], node.inputs[0])
+        else:
+            node.inputs = tuple(codes.get(name, name) for name in node.inputs)
+            yield node
 
 
 def _config(node: onnx.NodeProto, text: str) -> OpConfig:

@@ -12,7 +12,7 @@ from torch import Tensor
 from plugins.attend import prefill
 from plugins.cache.assemble import make_cache
 from plugins.cache.cache import Cache
-from plugins.cache.kernel_support import dense_below, gpu_ready
+from plugins.cache.kernel_support import captures_all, dense_below, gpu_ready
 from plugins.cache.ledgers.per_head import HeadLedger
 from plugins.cache.tiers.host import measure, measured
 from plugins.cache.tiers.host.layout import why_not
@@ -23,10 +23,11 @@ from plugins.device.dtypes import TORCH_DTYPES
 from plugins.kernel_list import FOLDER, kernels_for, sampling_kernels
 from trtkv.checkpoint.find import origin, resolve_model
 from trtkv.checkpoint.weights import Checkpoint
-from trtkv.config import DTYPE_BYTES, Limits
+from trtkv.config import Limits
 from trtkv.engine.manifest import GRAPH, PLAN, Manifest, check_files, read_manifest
 from trtkv.errors import CapacityError, CheckpointError, ConfigError, EngineError, TrtkvError
 from trtkv.plan import CachePlan
+from trtkv.quantized.formats import tensors_of
 from trtkv.runtime.adapters import Adapters, read_adapters
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.host_memory import host_room, open_offload, recall_of
@@ -36,9 +37,10 @@ from trtkv.runtime.rope import rope_table
 from trtkv.runtime.rows import Executor
 from trtkv.runtime.step import Stepper
 from trtkv.runtime.streams import current
-from trtkv.runtime.weights import Weight, map_weights, random_weights
+from trtkv.runtime.weights import Bound, map_weights, random_weights
 
 Progress = Callable[[str, float], None]
+MEASURED = "the torch executor's captured steps have been measured on GPUs and TensorRT's have not (--executor tensorrt takes TensorRT)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +142,7 @@ def _open(directory: Path, options: Options, progress: Progress, part: Part | No
         raise ConfigError("this engine's plan holds its weights, and --weights was given", "Leave it out, or add --executor torch.")
     share = (part.index, part.count) if part else (0, 1)
     adapters = read_adapters(options.adapters, manifest.weights, TORCH_DTYPES[manifest.model.dtype], share)
-    check_weights((held or _weight_bytes(manifest)) + adapters.nbytes, device)
+    check_weights((held or manifest.weight_bytes) + adapters.nbytes, device)
     weights = {} if held else _weights(manifest, options.weights, device, progress, share)
     adapters = adapters.to(device)
     try:
@@ -236,14 +238,14 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def _weights(manifest: Manifest, wanted: str | None, device: torch.device, progress: Progress, part: tuple[int, int]) -> dict[str, Weight]:
+def _weights(manifest: Manifest, wanted: str | None, device: torch.device, progress: Progress, part: tuple[int, int]) -> dict[str, Bound]:
     dtype = TORCH_DTYPES[manifest.model.dtype]
     report = lambda done, total: progress("weights", done / max(1, total))  # noqa: E731
     if wanted == "random":
         return random_weights(manifest.weights, dtype, device, report)
     path = checkpoint_path(manifest, wanted)
     checkpoint = Checkpoint(path)
-    checkpoint.check({name: tuple(shape) for one in manifest.weights for name, shape in one.sources})
+    checkpoint.check(*tensors_of(manifest.weights))
     if wanted is None:
         _check_unchanged(manifest, checkpoint)
     return map_weights(checkpoint, manifest.weights, dtype, device, report, part)
@@ -287,7 +289,7 @@ def checkpoint_path(manifest: Manifest, wanted: str | None) -> Path:
 
 
 def _executor(
-    directory: Path, manifest: Manifest, why_torch: str | None, weights: dict[str, Weight], cache: Cache, adapters: Adapters
+    directory: Path, manifest: Manifest, why_torch: str | None, weights: dict[str, Bound], cache: Cache, adapters: Adapters
 ) -> Executor:  # fmt: skip
     if why_torch is not None:
         try:
@@ -310,9 +312,12 @@ def _why_torch(manifest: Manifest, options: Options, device: torch.device) -> st
         raise ConfigError(f"executor '{wanted}' is not known", "Choose auto, torch or tensorrt.")
     reason = "adapters are loaded, which its plan does not add" if options.adapters else _why_not_tensorrt(manifest, device)
     reason = "the torch executor was requested" if wanted == "torch" else reason
-    if manifest.attention == "native" and (reason is not None or options.offload):
-        why = reason or "--offload stores tokens outside its caches"
-        raise EngineError(f"only TensorRT runs this engine, which was built with --attention native: {why}", "Build it without --attention native.")
+    if manifest.attention == "native":
+        reason = reason or ("--offload stores tokens outside its caches" if options.offload else None)
+        if reason is not None:
+            raise EngineError(f"only TensorRT runs this engine, built with --attention native: {reason}", "Build it without --attention native.")
+    elif wanted == "auto" and reason is None and not _holds_weights(manifest) and captures_all(manifest.cache, device):
+        reason = MEASURED
     if wanted == "tensorrt" and reason is not None:
         raise EngineError(f"TensorRT cannot run this engine here: {reason}", "Leave --executor out: the torch executor runs the same graph.")
     return reason
@@ -330,16 +335,8 @@ def _why_not_tensorrt(manifest: Manifest, device: torch.device) -> str | None:
 
 def _held_bytes(directory: Path, manifest: Manifest, why_torch: str | None) -> int:
     """Return the bytes of a plan that TensorRT will load with its own weights, 0 where the checkpoint's are needed."""
-    holds = why_torch is None and manifest.plan_info is not None and manifest.plan_info.holds_weights
-    return (directory / PLAN).stat().st_size if holds else 0
+    return (directory / PLAN).stat().st_size if why_torch is None and _holds_weights(manifest) else 0
 
 
-def _weight_bytes(manifest: Manifest) -> int:
-    return sum(_numel(one.shape) for one in manifest.weights) * DTYPE_BYTES[manifest.model.dtype]
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    size = 1
-    for dim in shape:
-        size *= dim
-    return size
+def _holds_weights(manifest: Manifest) -> bool:
+    return manifest.plan_info is not None and manifest.plan_info.holds_weights

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from trtkv.runtime.packed import PackedWeight, Scratch
+from trtkv.runtime.packed_loading import Upload, map_packed, packed_pieces, random_packed
+from trtkv.runtime.sources import Source, share
 from trtkv.runtime.uploads import Piece, cut, upload
 
 if TYPE_CHECKING:
@@ -18,22 +21,16 @@ if TYPE_CHECKING:
 Report = Callable[[int, int], None]
 
 
-class Source(Protocol):
-    """A graph input: its name and shape, and the checkpoint tensors that it is stacked from with their shapes."""
-
-    @property
-    def name(self) -> str: ...  # noqa: D102
-    @property
-    def shape(self) -> tuple[int, ...]: ...  # noqa: D102
-    @property
-    def sources(self) -> tuple[tuple[str, tuple[int, ...]], ...]: ...  # noqa: D102
-
-
 @dataclass(frozen=True, slots=True)
 class Weight:
     """A graph input [out, in] or [E] as parts stacked along the first axis, so that mapped checkpoints need not be copied to pack them."""
 
     parts: tuple[Tensor, ...]
+
+    @property
+    def rows(self) -> int:
+        """Outputs of a matrix."""
+        return sum(len(part) for part in self.parts)
 
     @property
     def whole(self) -> Tensor:
@@ -57,6 +54,9 @@ class Weight:
         return out
 
 
+Bound = Weight | PackedWeight
+
+
 def map_weights(
     checkpoint: Checkpoint,
     specs: Sequence[Source],
@@ -64,75 +64,83 @@ def map_weights(
     device: torch.device,
     report: Report,
     part: tuple[int, int] = (0, 1),
-) -> dict[str, Weight]:
+) -> dict[str, Bound]:
     """Bind every graph input to its tensors in the checkpoint; part says which of how many GPUs this is.
 
-    On the CPU tensors stay mapped unless their dtype differs; on a device each input is packed into one tensor, read from the files by several
-    threads. report(done_bytes, total_bytes) is called as weights arrive.
+    On the CPU tensors stay mapped unless their dtype or packing differs; on a device each input is packed into one tensor, read from the files by
+    several threads. report(done_bytes, total_bytes) is called as weights arrive. Raises CheckpointError for scales or zero points that cannot be.
     """
-    named = [(spec.name, spec.shape, [name for name, _ in spec.sources]) for spec in specs]
     if device.type != "cpu":
-        return upload_weights(checkpoint, named, dtype, device, report, part)
-    total, done, weights = checkpoint.nbytes, 0, {}
-    for name, shape, sources in named:
-        tensors = [checkpoint.tensor(source) for source in sources]
-        done += sum(one.nbytes for one in tensors)
-        cuts = [share(tuple(one.shape), shape, len(sources), part) for one in tensors]
-        shares = [one[rows] if columns is None else one[rows, columns].contiguous() for one, (rows, columns) in zip(tensors, cuts, strict=True)]
-        weights[name] = _bind(shares, shape, dtype)
+        return upload_weights(checkpoint, specs, dtype, device, report, part)
+    scratch, total, done = Scratch(), checkpoint.nbytes, 0
+    weights: dict[str, Bound] = {}
+    for spec in specs:
+        if spec.quantization is not None:
+            weights[spec.name] = packed = map_packed(checkpoint, spec, scratch, part)
+            done += packed.nbytes
+        else:
+            tensors = [checkpoint.tensor(source) for source, _ in spec.sources]
+            done += sum(one.nbytes for one in tensors)
+            cuts = [share(tuple(one.shape), spec.shape, len(tensors), part) for one in tensors]
+            shares = [one[rows] if columns is None else one[rows, columns].contiguous() for one, (rows, columns) in zip(tensors, cuts, strict=True)]
+            weights[spec.name] = _bind(shares, spec.shape, dtype)
         report(min(done, total), total)
     return weights
 
 
 def upload_weights(
     checkpoint: Checkpoint,
-    named: Sequence[tuple[str, tuple[int, ...], Sequence[str]]],
+    specs: Sequence[Source],
     dtype: torch.dtype,
     device: torch.device,
     report: Report,
     part: tuple[int, int] = (0, 1),
-) -> dict[str, Weight]:
-    """Fill one tensor a graph input (name, shape, checkpoint tensors stacked along the first axis) from the checkpoint's files."""
-    weights, pieces = {}, []
-    for name, shape, sources in named:
-        packed = torch.empty(shape, dtype=dtype, device=device)
-        flat, start = packed.view(-1), 0
-        for source in sources:
-            entry = checkpoint.entry(source)
-            rows, columns = share(entry.shape, shape, len(sources), part)
-            width = math.prod(entry.shape[1:])
-            count, kept = rows.stop - rows.start, width if columns is None else columns.stop - columns.start
-            target = flat[start : start + count * kept].view(count, kept)
-            start += count * kept
-            row_bytes = width * entry.dtype.itemsize
-            if count and row_bytes:
-                whole = Piece(entry.file, entry.start + rows.start * row_bytes, count * row_bytes, entry.dtype, width, target, columns)
-                pieces += list(cut(whole))
-        weights[name] = Weight((packed,))
+) -> dict[str, Bound]:
+    """Fill one tensor a graph input, stacked along the first axis, from the checkpoint's files; of a quantized one codes, scales and zero points."""
+    scratch, uploads = Scratch(), list[Upload]()
+    weights: dict[str, Bound] = {}
+    pieces: list[Piece] = []
+    for spec in specs:
+        if spec.quantization is not None:
+            uploads.append(packed_pieces(checkpoint, spec, scratch, device, part))
+            weights[spec.name] = uploads[-1].weight
+            pieces += uploads[-1].pieces
+        else:
+            packed = torch.empty(spec.shape, dtype=dtype, device=device)
+            pieces += _pieces(checkpoint, spec, packed.view(-1), part)
+            weights[spec.name] = Weight((packed,))
     upload(sorted(pieces, key=lambda one: (one.file, one.start)), device, report)
+    for one in uploads:
+        one.finish()
     return weights
 
 
-def share(tensor: tuple[int, ...], shape: tuple[int, ...], stacked: int, part: tuple[int, int]) -> tuple[slice, slice | None]:
-    """Return which rows, and which columns if not all, a part takes of a tensor [out, in] or [out].
+def _pieces(checkpoint: Checkpoint, spec: Source, flat: Tensor, part: tuple[int, int]) -> Iterator[Piece]:
+    """Yield what fills an input, flat, from the tensors that it is stacked from."""
+    start = 0
+    for source, _ in spec.sources:
+        entry = checkpoint.entry(source)
+        rows, columns = share(entry.shape, spec.shape, len(spec.sources), part)
+        width = math.prod(entry.shape[1:])
+        count, kept = rows.stop - rows.start, width if columns is None else columns.stop - columns.start
+        target = flat[start : start + count * kept].view(count, kept)
+        start += count * kept
+        row_bytes = width * entry.dtype.itemsize
+        if count and row_bytes:
+            yield from cut(Piece(entry.file, entry.start + rows.start * row_bytes, count * row_bytes, entry.dtype, width, target, columns))
 
-    shape is the graph input's, stacked how many tensors it is stacked from.
-    """
-    index, count = part
-    if count == 1 or (stacked == 1 and math.prod(tensor) == math.prod(shape)):
-        return slice(0, tensor[0]), None
-    if len(tensor) == 2 and tensor[1] != shape[1]:
-        return slice(0, tensor[0]), slice(index * shape[1], (index + 1) * shape[1])
-    size = tensor[0] // count
-    return slice(index * size, (index + 1) * size), None
 
-
-def random_weights(specs: Sequence[Source], dtype: torch.dtype, device: torch.device, report: Report) -> dict[str, Weight]:
-    """Fill every graph input with numbers of the usual size: ones for norms, normal with deviation 0.02 otherwise."""
-    generator = torch.Generator(device=device).manual_seed(0)
-    weights, done = {}, 0
-    total = sum(torch.Size(spec.shape).numel() for spec in specs) * dtype.itemsize
+def random_weights(specs: Sequence[Source], dtype: torch.dtype, device: torch.device, report: Report) -> dict[str, Bound]:
+    """Fill every graph input with numbers of the usual size: ones for norms, normal with deviation 0.02 otherwise, codes at random."""
+    generator, scratch = torch.Generator(device=device).manual_seed(0), Scratch()
+    weights: dict[str, Bound] = {}
+    done, total = 0, sum(spec.nbytes(str(dtype).removeprefix("torch.")) for spec in specs)
     for spec in specs:
+        if spec.quantization is not None:
+            weights[spec.name] = packed = random_packed(spec, generator, device, scratch)
+            done += packed.nbytes
+            report(done, total)
+            continue
         tensor = torch.ones(spec.shape, dtype=dtype, device=device)
         if len(spec.shape) > 1:
             tensor.normal_(0.0, 0.02, generator=generator)

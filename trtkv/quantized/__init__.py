@@ -1,0 +1,1 @@
+"""How published checkpoints quantize linear layers: one file a format, all described by one kind of plain data."""

@@ -1,0 +1,112 @@
+"""Matrices of codes: packed in memory as they were published, and dequantized a piece at a time into memory that all of them share.
+
+The same on a GPU until kernels read the codes themselves: a step there reads them, writes them wide and reads those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from trtkv.runtime.weights import Weight
+
+PIECE = 1 << 22  # weights dequantized at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """Rows of a matrix [out, in]: fp8 codes, or uint8 [out, in / 2] with two in a byte; scales and zero points (or None: 8) [out, groups]."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group: int
+
+    @property
+    def width(self) -> int:
+        """Weights of a row."""
+        return self.codes.shape[1] * (2 if self.codes.dtype == torch.uint8 else 1)
+
+    def wide(self, rows: slice) -> Tensor:
+        """Return some rows dequantized, fp32 [rows, in]."""
+        codes, scales = self.codes[rows], self.scales[rows].float()
+        if codes.dtype == torch.uint8:
+            wide = torch.stack((codes & 15, codes >> 4), -1).flatten(1).float()
+            zeros = None if self.zeros is None else self.zeros[rows].float()
+            wide = wide.sub_(8.0 if zeros is None else self._spread(zeros))
+        else:
+            wide = codes.float()
+        return wide.mul_(self._spread(scales))
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """Repeat values [rows, groups] over the weights of their groups."""
+        return values if values.shape[1] == 1 else values[:, :, None].expand(-1, -1, self.group).flatten(1)[:, : self.width]
+
+
+@dataclass(slots=True)
+class Scratch:
+    """Memory for dequantized rows that all matrices of an engine share; it stays where it is, as captured steps need it."""
+
+    memory: dict[tuple[torch.device, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def rows(self, count: int, width: int, like: Tensor) -> Tensor:
+        """Return memory for [count, width] of a tensor's dtype, on its device."""
+        key = like.device, like.dtype
+        if key not in self.memory or self.memory[key].numel() < count * width:
+            self.memory[key] = like.new_empty(max(PIECE, count * width))
+        return self.memory[key][: count * width].view(count, width)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A graph input [out, in] as codes, stacked from parts along the first axis."""
+
+    parts: tuple[Codes, ...]
+    scratch: Scratch
+
+    @property
+    def rows(self) -> int:
+        """Outputs of the matrix."""
+        return sum(len(one.codes) for one in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and zero points."""
+        return sum(one.nbytes for part in self.parts for one in (part.codes, part.scales, part.zeros) if one is not None)
+
+    def linear(self, x: Tensor, bias: Weight | None) -> Tensor:
+        """Return x [T, in] times the weight transposed, plus bias: [T, out]."""
+        out, offsets = x.new_empty(x.shape[0], self.rows), _bias(bias)
+        for part, rows, target in self._pieces():
+            wide = self.scratch.rows(rows.stop - rows.start, part.width, x)
+            wide.copy_(part.wide(rows))
+            if offsets is None:
+                torch.mm(x, wide.t(), out=out[:, target])
+            else:
+                torch.addmm(offsets[target], x, wide.t(), out=out[:, target])
+        return out
+
+    def prepare(self, like: Tensor) -> None:
+        """Reserve the shared memory for products in a tensor's dtype, on its device, so that no step allocates it."""
+        for part, rows, _ in self._pieces():
+            self.scratch.rows(rows.stop - rows.start, part.width, like)
+
+    def _pieces(self) -> Iterator[tuple[Codes, slice, slice]]:
+        """Yield rows of parts, few enough to be dequantized at a time, with the outputs that they are."""
+        start = 0
+        for part in self.parts:
+            step = max(1, PIECE // part.width)
+            for row in range(0, len(part.codes), step):
+                rows = slice(row, min(row + step, len(part.codes)))
+                yield part, rows, slice(start + rows.start, start + rows.stop)
+            start += len(part.codes)
+
+
+def _bias(bias: Weight | None) -> Tensor | None:
+    """Return a bias as one tensor [out]."""
+    return None if bias is None else torch.cat([part.flatten() for part in bias.parts]) if len(bias.parts) > 1 else bias.whole.flatten()
