@@ -41,7 +41,9 @@ def build_decoder(model: ModelConfig, plan: CachePlan, limits: Limits, tp: int =
     sizes = {"X": limits.max_seq_len, "D": model.head_dim, "A": plan.num_addresses}
     for name, (dtype, shape) in STEP_INPUTS.items():
         net.input(name, dtype, [sizes.get(letter, letter) for letter in shape])
-    specs = add_weights(net, model, tp)
+    specs = weight_specs(model, tp)
+    for spec in specs:
+        net.weight(spec.name, spec.shape, spec.quantization)
 
     def attention(layer: int, qkv: str) -> str:
         at, config = f"layers.{layer}", op_config(model, plan, layer)
@@ -55,17 +57,6 @@ def build_decoder(model: ModelConfig, plan: CachePlan, limits: Limits, tp: int =
 
     add_head(net, model, plan, add_layers(net, model, "token_ids", attention, added), tp)
     return Decoder(net.model(), specs)
-
-
-def add_weights(net: Network, model: ModelConfig, tp: int = 1) -> list[WeightSpec]:
-    """Declare the weights, and what dequantizes those that are codes."""
-    specs = weight_specs(model, tp)
-    for spec in specs:
-        if spec.quantization:
-            net.quantized(spec.name, spec.shape, spec.quantization)
-        else:
-            net.input(spec.name, model.dtype, spec.shape)
-    return specs
 
 
 def add_head(net: Network, model: ModelConfig, plan: CachePlan, normed: str, tp: int = 1) -> None:

@@ -49,7 +49,9 @@ def build_native(model: ModelConfig, plan: CachePlan, limits: Limits) -> Decoder
     sizes = {"X": limits.max_seq_len, "D": model.head_dim}
     for name, (dtype, shape) in INPUTS.items():
         net.input(name, dtype, [sizes.get(letter, letter) for letter in shape])
-    specs = add_weights(net, model)
+    specs = weight_specs(model)
+    for spec in specs:
+        net.weight(spec.name, spec.shape, spec.quantization)
     row: list[int | str] = ["B", model.num_kv_heads, plan.page_size, model.head_dim]
     for layer in range(model.num_layers):
         for name in ("keys", "values"):

@@ -71,11 +71,14 @@ class Network:
         wide = self._wide.get(weight, weight)
         return self.node("Gemm", [x, wide] + ([bias] if bias else []), output, transB=int(not wide.endswith(".wide_t")))
 
-    def quantized(self, name: str, shape: tuple[int, ...], one: Quantization) -> None:
-        """Declare a matrix [out, in] of codes with its scales and zero points, which `linear` dequantizes.
+    def weight(self, name: str, shape: tuple[int, ...], one: Quantization | None) -> None:
+        """Declare a weight; a matrix [out, in] of codes has scales and zero points beside it, and `linear` dequantizes it.
 
         With a scale for each row TensorRT multiplies by codes [in, out] as they are; [out, in] it would transpose in every step.
         """
+        if one is None:
+            self.input(name, self.dtype, shape)
+            return
         self._packed = True
         out, width = shape
         groups, columns = one.groups(width), one.why_no_plan is None
@@ -119,8 +122,8 @@ class Network:
     def model(self) -> onnx.ModelProto:
         """Assemble the model and check it; equal calls give equal bytes."""
         graph = helper.make_graph(self._nodes, self.name, self._inputs, self._outputs, list(self._constants.values()))
-        opset, ir = max((self.opset, self.ir_version), (PACKED_OPSET, PACKED_IR) if self._packed else (0, 0))
+        opset, ir_version = (max(self.opset, PACKED_OPSET), max(self.ir_version, PACKED_IR)) if self._packed else (self.opset, self.ir_version)
         opsets = [helper.make_opsetid("", opset)] + [helper.make_opsetid(DOMAIN, int(VERSION))] * any(one.domain for one in self._nodes)
-        model = helper.make_model(graph, opset_imports=opsets, ir_version=ir, producer_name=DOMAIN)
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=ir_version, producer_name=DOMAIN)
         onnx.checker.check_model(model)
         return model
