@@ -11,8 +11,9 @@ import numpy as np
 
 from trtkv.config import Limits, ModelConfig
 from trtkv.errors import BuildError
-from trtkv.graph.decoder import Decoder, add_head, add_layers, add_weights
+from trtkv.graph.decoder import Decoder, add_head, add_layers
 from trtkv.graph.network import ONNX_DTYPES, Network
+from trtkv.graph.weights import weight_specs
 from trtkv.plan import CachePlan
 
 OPSET, IR_VERSION = 24, 11  # the first with TensorScatter and an Attention that takes lengths
