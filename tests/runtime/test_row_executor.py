@@ -33,6 +33,7 @@ from trtkv.graph.decoder import Decoder
 from trtkv.graph.native_attention import build_native, row_plan
 from trtkv.plan import CachePlan
 from trtkv.policies.registry import parse_policy
+from trtkv.runtime import loading, where_tensorrt_runs
 from trtkv.runtime.contexts import Contexts
 from trtkv.runtime.loading import Options, open_engine
 from trtkv.runtime.rope import rope_table
@@ -173,8 +174,14 @@ def test_tensorrt_maps_it_to_its_own_layers(tiny_llama: TinyModel, tmp_path: Pat
         assert [one.layers for one in attention] == [(f"layers.{layer}.attention",) for layer in range(layers)]
     assert not [node for node in onnx.load(str(path / GRAPH)).graph.node if node.domain]
     for executor in ("auto", "torch"):
-        with pytest.raises(EngineError, match=r"only TensorRT runs this engine, which was built with --attention native: .*Build it without"):
+        with pytest.raises(EngineError, match=r"only TensorRT runs this engine, built with --attention native: .*Build it without"):
             open_engine(path, Options(device="cpu", executor=executor))
+    monkeypatch.setattr(where_tensorrt_runs, "can_run", lambda info, command, device: None)  # as on a GPU
+    monkeypatch.setattr(loading, "captures_all", lambda plan, device: True)
+    for executor in ("auto", "tensorrt"):
+        assert loading._why_torch(read_manifest(path), Options(executor=executor), torch.device("cuda")) is None
+    with pytest.raises(EngineError, match="--offload stores tokens outside its caches"):
+        loading._why_torch(read_manifest(path), Options(offload=True), torch.device("cuda"))
 
 
 @pytest.mark.parametrize(

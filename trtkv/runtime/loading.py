@@ -312,11 +312,12 @@ def _why_torch(manifest: Manifest, options: Options, device: torch.device) -> st
         raise ConfigError(f"executor '{wanted}' is not known", "Choose auto, torch or tensorrt.")
     reason = "adapters are loaded, which its plan does not add" if options.adapters else _why_not_tensorrt(manifest, device)
     reason = "the torch executor was requested" if wanted == "torch" else reason
-    if wanted == "auto" and reason is None and not _holds_weights(manifest) and captures_all(manifest.cache, device):
+    if manifest.attention == "native":
+        reason = reason or ("--offload stores tokens outside its caches" if options.offload else None)
+        if reason is not None:
+            raise EngineError(f"only TensorRT runs this engine, built with --attention native: {reason}", "Build it without --attention native.")
+    elif wanted == "auto" and reason is None and not _holds_weights(manifest) and captures_all(manifest.cache, device):
         reason = MEASURED
-    if manifest.attention == "native" and (reason is not None or options.offload):
-        why = reason or "--offload stores tokens outside its caches"
-        raise EngineError(f"only TensorRT runs this engine, which was built with --attention native: {why}", "Build it without --attention native.")
     if wanted == "tensorrt" and reason is not None:
         raise EngineError(f"TensorRT cannot run this engine here: {reason}", "Leave --executor out: the torch executor runs the same graph.")
     return reason
