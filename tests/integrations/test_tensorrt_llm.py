@@ -89,6 +89,15 @@ def test_nodes_are_those_of_the_core_path(package: Any, kind: str, policy: str) 
     assert ours == theirs
 
 
+def test_nodes_have_their_names_although_tensorrt_llm_names_layers_by_its_modules(package: Any) -> None:
+    network = traced(package, "llama", policy={"policy": "fier"}).network
+    paths = [f"LLaMAForCausalLM/transformer/layers/{layer}/attention/PLUGIN_V3" for layer in range(3)]
+    plan = parse_policy("fier").plan(ModelConfig.from_hf({**SHAPE, "model_type": "llama"}))
+    assert network.names == {path: 1 + (plan.select[layer] is not None) for layer, path in enumerate(paths)}
+    assert [node.name for node in network.trt_network.plugins if node.plugin.plugin_name == "KvAttend"] == [f"layers.{i}.attended" for i in range(3)]
+    assert all(node.get_output(0).name == node.name for node in network.trt_network.plugins)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_shapes_and_dtypes_of_the_nodes(package: Any, kind: str) -> None:
     engine = traced(package, kind, policy={"policy": "fier", "budget": 64})
@@ -245,7 +254,7 @@ def test_attention_that_quantization_replaced(package: Any, monkeypatch: pytest.
 def test_arguments_of_the_attention_are_refused(package: Any, name: str) -> None:
     model = package().llama(config_of())
     with pytest.raises(BuildError, match=f"{name} reached layer 0"):
-        model.transformer.layers[0].attention(None, **{name: object()})
+        model.transformer.layers[0].attention.forward(None, **{name: object()})
 
 
 def test_node_that_tensorrt_refuses(package: Any, monkeypatch: pytest.MonkeyPatch) -> None:

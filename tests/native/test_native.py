@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from plugins.device import recording
+from plugins.device import nvrtc, recording
 from plugins.kernel_list import kernels_for
 from plugins.tensorrt.backend import ELF_MACHINES, RTX_LIBRARY, available, elf_alias
 from plugins.tensorrt.native import library, tables
@@ -21,7 +21,7 @@ from tests.native import host
 from tests.native.launches import MODEL, stand_in
 from trtkv.config import Limits
 from trtkv.engine.native import layout, record_native
-from trtkv.errors import BuildError
+from trtkv.errors import BuildError, CapacityError
 from trtkv.graph.decoder import build_decoder, op_config
 from trtkv.policies.registry import parse_policy
 from trtkv.presets import policy_presets
@@ -97,6 +97,27 @@ def test_without_headers_or_a_compiler_one_line_says_so(monkeypatch: pytest.Monk
     monkeypatch.setenv("CXX", str(tmp_path / "none"))
     with pytest.raises(BuildError, match="needs a C"):
         library.check()
+
+
+@pytest.mark.skipif(nvrtc.cuda_headers() is None, reason="CUDA's headers are not installed")
+@pytest.mark.parametrize(
+    ("says", "error", "words"),
+    [
+        ("", BuildError, "it gave no reason. Check .*cxx and TRTKV_TENSORRT_INCLUDE"),
+        ("undefined reference to 'x'\nld returned 1", BuildError, "does not compile: undefined reference to 'x'"),
+        ("fatal error: error writing to /tmp/x.s: No space left on device", CapacityError, "no space left for the native library, or in '"),
+    ],
+)
+def test_a_compiler_that_fails(says: str, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "cxx"
+    compiler.write_text(f'#!/bin/sh\necho "$*" > "{tmp_path}/flags"\necho "{says}" | grep . >&2\nexit 1\n')
+    compiler.chmod(0o755)
+    (tmp_path / library.HEADER).touch()
+    monkeypatch.setenv(library.SETTING, str(tmp_path))
+    monkeypatch.setenv("CXX", f"{compiler} -march=native")
+    with pytest.raises(error, match=words):
+        library.compile_library(b"", tmp_path / library.NAME)
+    assert (tmp_path / "flags").read_text().startswith(f"-march=native -isystem{library.HERE}")
 
 
 @compiled

@@ -106,6 +106,7 @@ Q = "model.layers.0.self_attn.q_proj"
         ("gptq", lambda one: one[f"{Q}.g_idx"].copy_(one[f"{Q}.g_idx"].flip(0)), "orders columns by activations"),
         ("gptq", lambda one: one[f"{Q}.qzeros"].fill_(0x55555555), "other zero points than 8"),
         ("gptq-zeros", lambda one: one[f"{Q}.qzeros"].fill_(-1), "zero point 16"),
+        ("gptq", lambda one: one.update({"model.layers.0.mlp.down_proj.bias": torch.ones(128)}), "no such bias"),
         ("awq", lambda one: one.pop(f"{Q}.qzeros"), f"lacks the tensor '{Q}.qzeros'"),
         ("modelopt-int4", lambda one: one.update({f"{Q}.pre_quant_scale": torch.ones(128)}), "scales what the layer reads"),
     ],

@@ -69,6 +69,7 @@ def build(
     from plugins.cache.formats import find_format
     from trtkv import api
     from trtkv.cli.via import build_via
+    from trtkv.engine.compile_kernels import older_gpus
     from trtkv.engine.manifest import PLAN, read_manifest
 
     begun = perf_counter()
@@ -122,6 +123,8 @@ def build(
         notes.print(f"The directory holds no TensorRT plan: {manifest.plan_missing}.")
     if manifest.kernels_missing:
         notes.print(f"GPU kernels compile at the first run instead: {manifest.kernels_missing} here (pip install 'trtkv[gpu]').", markup=False)
+    for line in older_gpus(manifest):
+        notes.print(line)
     if manifest.checkpoint is None:
         notes.print(f"No weights yet: run trtkv pull {manifest.model_name}, or run the engine with --weights random.")
     if not json:

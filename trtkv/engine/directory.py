@@ -85,7 +85,8 @@ def build_engine(request: Request, progress: Progress = lambda stage, fraction: 
         weights_hash = checkpoint.fingerprint
     graph = decoder.model.SerializeToString(deterministic=True)
     backend = _backend(request.backend)
-    targets = choose_targets(request.sms, load(backend) if backend else None, insisted=request.backend is not None)
+    loaded, insisted = load(backend) if backend else None, request.backend is not None
+    targets = choose_targets(request.sms, loaded, insisted=insisted, dtype=request.model.dtype)
     targets = for_weights(targets, request.model.quantization)
     specs, no_kernels = list_kernels(plan, request.model, limits, targets.kernels)
     if request.self_contained:

@@ -15,7 +15,7 @@ from trtkv.config import Limits, ModelConfig
 from trtkv.engine.compile_kernels import compile_all
 from trtkv.engine.manifest import PLAN, NativeInfo
 from trtkv.engine.shared_plans import PlanInputs, obtain
-from trtkv.engine.targets import KERNEL_SMS, Targets
+from trtkv.engine.targets import KERNEL_SMS, NONE, Targets, parse_sms
 from trtkv.errors import BuildError
 from trtkv.graph.decoder import op_config
 from trtkv.plan import CachePlan
@@ -48,7 +48,8 @@ def record_native(plan: CachePlan, model: ModelConfig, limits: Limits, sms: Sequ
         raise BuildError(f"the native library does not run this engine: {reason}", WITHOUT)
     chosen = tuple(sm for sm in sms if int(sm) >= LEAST_CAPABILITY)
     if not chosen:
-        raise BuildError("the native library holds compiled kernels, and --sm none compiles none", "Name compute capabilities with --sm.")
+        why = f"they need sm {LEAST_CAPABILITY}, not {', '.join(sms)}" if sms else "--sm none compiles none"
+        raise BuildError(f"the native library holds compiled kernels, and {why}", "Name compute capabilities such as --sm 89.")
     library.check()
     nodes = Nodes(plan, [op_config(model, plan, layer) for layer in range(model.num_layers)], limits, model.qk_norm)
     native = Native(nodes, chosen, tables.record_all(nodes, chosen))
@@ -61,7 +62,7 @@ def record_native(plan: CachePlan, model: ModelConfig, limits: Limits, sms: Sequ
 def native_sms(targets: Targets, asked: Sequence[str]) -> tuple[str, ...]:
     """Choose compute capabilities: those of the kernels, and where none were requested those that run kernels of others but need their own tables."""
     if asked or targets.kernels != KERNEL_SMS:
-        return targets.kernels
+        return targets.kernels or (() if parse_sms(asked) == (NONE,) else targets.plan)
     return tuple(sm for one in targets.kernels for sm in (one, ALSO.get(one)) if sm is not None)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.config import DOMAIN, VERSION
-from plugins.nodes import OpFace
+from plugins.nodes import FACES, OpFace
 from plugins.tensorrt import cuda
 from plugins.tensorrt.backend import Backend, Messages, load
 from plugins.tensorrt.plugin import register
@@ -103,9 +103,9 @@ def target_capabilities(backend: Backend, sms: Sequence[str]) -> tuple[str, ...]
 
 
 def _advice(sm: str) -> str:
-    datacenter = {"90": "Hopper", "100": "Blackwell data centre GPUs", "103": "Blackwell data centre GPUs"}.get(sm)
-    if datacenter:
-        return f"For {datacenter} build with the full TensorRT (pip install 'trtkv[tensorrt]') or run the engine with --executor torch."
+    full = {"90": "Hopper", "100": "Blackwell data centre GPUs", "103": "Blackwell data centre GPUs"}.get(sm)
+    if full:
+        return f"Leave --backend out for the torch executor, or build on {full} with the full TensorRT: pip install 'trtkv[tensorrt]'"
     return "Choose among these with --sm."
 
 
@@ -185,7 +185,7 @@ class _Job:
         if self.recorder.failed or self.monitor.stopped:
             return None
         if not parsed:
-            raise _parse_error(parser, messages)
+            raise _parse_error(parser, messages, backend)
         config = builder.create_builder_config()
         config.max_aux_streams = 0  # plugins order their side effects by the one stream
         if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION") and not self.libraries:  # such a plan's runtime is another
@@ -236,11 +236,13 @@ def _network_flags(trt: Any) -> int:
     return 1 << int(flags.STRONGLY_TYPED) if hasattr(flags, "STRONGLY_TYPED") else 0
 
 
-def _parse_error(parser: Any, messages: Messages) -> BuildError:
+def _parse_error(parser: Any, messages: Messages, backend: Backend) -> BuildError:
     if not parser.num_errors:
         return BuildError(f"TensorRT cannot read the graph: {_first(messages.errors)}", REPORT)
     first = parser.get_error(0)
     name, kind = first.node_name(), first.node_operator()
+    if kind in FACES and "not supported" in first.desc():
+        return BuildError(f"the ONNX parser of {backend.title} {backend.version} knows no plugins", "Run: pip install -U 'trtkv[rtx]'")
     node = f"node '{name}' ({kind})" if name else kind or "the graph"
     return BuildError(f"TensorRT cannot read {node}: {' '.join(first.desc().split())}", REPORT)
 

@@ -45,7 +45,7 @@ class Codes:
 
     def _spread(self, values: Tensor) -> Tensor:
         """Repeat values [rows, groups] over the weights of their groups."""
-        return values if values.shape[1] == 1 else values.repeat_interleave(self.group, 1)[:, : self.width]
+        return values if values.shape[1] == 1 else values[:, :, None].expand(-1, -1, self.group).flatten(1)[:, : self.width]
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ from trtkv.runtime.packed import Codes, PackedWeight, Scratch
 from trtkv.runtime.sources import Source, share
 from trtkv.runtime.uploads import Piece, cut
 
+UNBIASED = ("o_proj", "gate_proj", "up_proj", "down_proj")
 CODES = {"fp8": torch.float8_e4m3fn, "int4": torch.uint8}
 
 
@@ -55,6 +56,7 @@ class _Share:
         if not bool(scales.isfinite().all()):
             raise CheckpointError(f"the tensor '{at}' holds scales that are not finite", FIX)
         self._check_order()
+        self._check_bias()
         if (found := self.stored("zeros")) is None:
             return scales.contiguous(), None
         at, form = found
@@ -76,6 +78,12 @@ class _Share:
         plain = torch.arange(self.width, dtype=torch.int32) // (self.quantization.group or self.width)
         if not torch.equal(self.checkpoint.tensor(found[0]), plain):
             raise CheckpointError(f"'{found[0]}' orders columns by activations, which is not supported", "Take a checkpoint without desc_act.")
+
+    def _check_bias(self) -> None:
+        """Some writers add a bias to every layer, all zeros where the model has none."""
+        name = f"{self.name}.bias"
+        if self.name.endswith(UNBIASED) and name in self.checkpoint and bool((self.checkpoint.tensor(name) != 0).any()):
+            raise CheckpointError(f"'{self.checkpoint.path}' holds '{name}', and models of this type have no such bias", FIX)
 
 
 def map_packed(checkpoint: Checkpoint, spec: Source, scratch: Scratch, part: tuple[int, int]) -> PackedWeight:

@@ -6,6 +6,7 @@ Plugin callbacks run while a step is captured, and never when it is replayed.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,17 +48,22 @@ def open_executor(plan: bytes, manifest: Manifest, weights: Mapping[str, Bound],
     Raises EngineError when TensorRT refuses the plan or its inputs are not the manifest's, BuildError when its TensorRT is not installed.
     """
     assert manifest.plan_info is not None
-    backend, recorder = load(manifest.plan_info.backend), Recorder()
+    backend, recorder, fix = load(manifest.plan_info.backend), Recorder(), None
     register(backend.trt, list(FACES.values()))
     with torch.cuda.device(cache.device), backend.log.collect() as messages, recording(recorder):
         runtime = backend.trt.Runtime(backend.logger)
         engine = runtime.deserialize_cuda_engine(plan)
+        if engine is None and manifest.plan_info.holds_weights:
+            fix = _register_tensorrt_llm()
+            if fix is None:
+                del messages.errors[:]
+                engine = runtime.deserialize_cuda_engine(plan)
     recorder.check(EngineError)
     if engine is None:
         built, here = manifest.plan_info.version, backend.version
         versions = "" if built == here else f" (built with version {built}, here is {here})"
         reason = messages.errors[0].rstrip(". ") if messages.errors else "it gave no reason"
-        raise EngineError(f"{backend.title} refused the plan{versions}: {reason}", f"Build the engine again: {manifest.command} --force.")
+        raise EngineError(f"{backend.title} refused the plan{versions}: {reason}", fix or f"Build the engine again: {manifest.command} --force.")
     listed = {name for one in manifest.weights for name in one.inputs}
     taken = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)} & listed
     wrong = taken if manifest.plan_info.holds_weights else listed - taken
@@ -79,6 +85,17 @@ def _tensors(weights: Mapping[str, Bound]) -> Iterator[tuple[str, Tensor]]:
             yield name + SCALES, part.scales.flatten()
         else:
             yield name, one.whole
+
+
+def _register_tensorrt_llm() -> str | None:
+    """Make TensorRT-LLM's plugins known, of which its quantized products are made: its package does that when it is imported. Say why it cannot."""
+    try:
+        importlib.import_module("tensorrt_llm")
+    except (ImportError, OSError, RuntimeError) as error:
+        gone = isinstance(error, ModuleNotFoundError) and error.name == "tensorrt_llm"
+        why = "is not installed here" if gone else f"cannot be imported: {' '.join(str(error).split())}"
+        return f"If a plugin is missing, it is TensorRT-LLM's: install the tensorrt_llm that built the plan, which {why}."
+    return None
 
 
 class Lane:

@@ -25,7 +25,7 @@ struct Face {
 };
 constexpr Face kFaces[] = {{"KvAppend", kAppend, 2, 8, 9, 11}, {"KvSelect", kSelect, 1, 6, 7, 7}, {"KvAttend", kAttend, 1, 6, 7, 8}};
 
-ILoggerFinder* finder = nullptr;
+void* finder = nullptr;
 
 template <typename T> T find_symbol(char const* name) {
   void* found = dlsym(RTLD_DEFAULT, name);
@@ -36,12 +36,24 @@ template <typename T> T find_symbol(char const* name) {
   return reinterpret_cast<T>(found);
 }
 
+// TensorRT 11 and TensorRT-RTX 1.5 moved the functions of logger, its finder and registry. The headers at hand may be of one kind and the TensorRT that
+// opens the library of the other, so these three are called by the places of their functions.
+bool moved() {
+  auto const version = find_symbol<int32_t (*)()>("getInferLibVersion"); // 101401 is TensorRT 10.14.1, 10701 TensorRT-RTX 1.7.1
+  int32_t const here = version ? version() : NV_TENSORRT_MAJOR * 10000 + NV_TENSORRT_MINOR * 100;
+  return here >= 110000 || (here >= 10500 && here < 100000);
+}
+template <typename Result, typename... Given> Result call(void* object, int place, Given... given) {
+  return reinterpret_cast<Result (*)(void*, Given...)>((*static_cast<void***>(object))[place])(object, given...);
+}
+
 void report(std::string const& text) {
-  static auto const global = find_symbol<ILogger* (*)()>("getLogger");
-  ILogger* logger = finder ? finder->findLogger() : global ? global() : nullptr;
+  auto const global = find_symbol<void* (*)()>("getLogger");
+  int const place = moved() ? 4 : 0;
+  void* const logger = finder ? call<void*>(finder, place) : global ? global() : nullptr;
   std::string const line = "trtkv: " + text;
   if (logger) {
-    logger->log(ILogger::Severity::kERROR, line.c_str());
+    call<void>(logger, place, ILogger::Severity::kERROR, line.c_str());
   } else {
     std::fprintf(stderr, "%s\n", line.c_str());
   }
@@ -224,17 +236,18 @@ IPluginCreatorInterface* const kCreators[] = {&creators[0], &creators[1], &creat
 
 // A library that is only opened, as polygraphy and trtexec do, registers itself; who asks for its creators registers them, and only once can they be.
 struct Registration {
-  IPluginRegistry* registry = nullptr;
+  void* registry = nullptr;
+  int place = 0; // of registerCreator
   std::vector<IPluginCreatorInterface*> registered;
   Registration() {
-    auto const find = find_symbol<IPluginRegistry* (*)()>("getPluginRegistry");
-    registry = find ? find() : nullptr;
+    auto const find = find_symbol<void* (*)()>("getPluginRegistry");
+    registry = find ? find() : nullptr, place = moved() ? 8 : 12;
     for (auto* one : kCreators) {
-      if (registry && registry->registerCreator(*one, kDomain)) registered.push_back(one);
+      if (registry && call<bool>(registry, place, one, kDomain)) registered.push_back(one);
     }
   }
   void release() {
-    for (auto* one : registered) registry->deregisterCreator(*one);
+    for (auto* one : registered) call<bool>(registry, place + 3, one);
     registered.clear();
   }
 } registration;

@@ -71,8 +71,9 @@ class Emitter:
         self.recorder.check(BuildError)
         if node is None:
             raise BuildError(f"TensorRT refused the plugin node '{name}'", "See TensorRT-LLM's log for its reason.")
-        node.name = name
         out = node.get_output(0)
         _ = tuple(out.shape)  # reads shape and dtype now, so that an error names this node
         self.recorder.check(BuildError)
-        return self.surface.create_tensor(out, node)
+        made = self.surface.create_tensor(out, node)
+        node.name = out.name = name  # as in the core path's graph; TensorRT-LLM has just named both by its modules
+        return made
