@@ -15,7 +15,7 @@ from plugins.tensorrt.backend import Backend, MessageLog
 from tests.native.launches import MODEL
 from tests.runtime import test_tensorrt_runtime as rig
 from trtkv.config import Limits
-from trtkv.engine.manifest import WeightInput
+from trtkv.engine.manifest import PLAN, WeightInput
 from trtkv.errors import EngineError
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime import tensorrt as runtime
@@ -42,12 +42,14 @@ def opened(monkeypatch: pytest.MonkeyPatch, engine: Any, weights: dict[str, torc
     monkeypatch.setattr(runtime, "load", lambda name: Backend("tensorrt", "10.14.1", trt, None, MessageLog()))
     monkeypatch.setattr(runtime, "register", lambda trt, faces: None)
     monkeypatch.setattr(runtime, "Lane", lambda device: rig.Lane())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
     monkeypatch.setattr(torch.cuda, "device", lambda device: runtime.recording(runtime.Recorder()))
     info = SimpleNamespace(backend="tensorrt", version="10.14.1", holds_weights=holds)
     listed = [WeightInput(name=name, shape=tuple(tensor.shape), sources=()) for name, tensor in weights.items()]
     limits = Limits(max_seq_len=160, max_batch_size=4, max_chunk_tokens=16)
-    manifest: Any = SimpleNamespace(plan_info=info, weights=listed, command="trtkv build", limits=limits)
-    cache: Any = SimpleNamespace(device=torch.device("cpu"), plan=parse_policy("knorm").plan(MODEL))
+    manifest: Any = SimpleNamespace(plan_info=info, weights=listed, command="trtkv build", limits=limits, files={PLAN: "0" * 64})
+    plan, nothing = parse_policy("knorm").plan(MODEL), lambda *given: None
+    cache: Any = SimpleNamespace(device=torch.device("cpu"), plan=plan, captures=nothing, join=nothing)
     given = {} if holds else {name: Weight((tensor,)) for name, tensor in weights.items()}
     return runtime.open_executor(b"plan", manifest, given, cache)
 

@@ -21,6 +21,7 @@ from tests.toy_graph import needs_rtx
 from trtkv.engine import tensorrt as build_module
 from trtkv.errors import EngineError
 from trtkv.runtime import contexts as contexts_module
+from trtkv.runtime import row_executor
 from trtkv.runtime import tensorrt as runtime
 from trtkv.runtime.contexts import Contexts
 from trtkv.runtime.tensorrt import DECODE, PREFILL, TensorrtExecutor
@@ -62,7 +63,7 @@ def used_attributes(module: Any, classes: dict[str, str]) -> set[tuple[str, str]
 
 @pytest.mark.trt
 @needs_rtx
-@pytest.mark.parametrize(("module", "least"), [(runtime, 15), (contexts_module, 8), (build_module, 15), (plugin_module, 10)])
+@pytest.mark.parametrize(("module", "least"), [(runtime, 15), (contexts_module, 8), (build_module, 15), (plugin_module, 10), (row_executor, 3)])
 def test_every_attribute_used_of_tensorrt_exists(module: Any, least: int) -> None:
     import tensorrt_rtx as trt
 

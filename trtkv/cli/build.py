@@ -37,6 +37,7 @@ def build(
     tp: Count = 1,
     native: bool = False,
     self_contained: bool = False,
+    attention: str = "plugins",
     via: str | None = None,
     force: bool = False,
     json: bool = False,
@@ -60,6 +61,7 @@ def build(
         tp: GPUs that share the KV heads of every layer; the engine then runs on so many.
         native: Write the plugins as a C++ library, too, with which TensorRT runs the plan without Python.
         self_contained: Write a plan that holds this library, too, so that one file runs alone.
+        attention: plugins for trtkv's kernels; native for TensorRT's own layers, which run the policy full without plugins or the torch executor.
         via: tensorrt-llm lets TensorRT-LLM 1.2.x build the plan from its own model definition, weights inside; tensorrt-llm:DIRECTORY takes what
             trtllm-build wrote there.
         force: Build again even if the directory is up to date.
@@ -90,6 +92,7 @@ def build(
             tp=tp,
             native=native,
             self_contained=self_contained,
+            attention=attention,
             force=force,
             progress=report,
         )

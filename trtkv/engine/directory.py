@@ -20,13 +20,14 @@ from trtkv.checkpoint.staging import replace_directory, staging
 from trtkv.checkpoint.weights import Checkpoint
 from trtkv.config import Limits, ModelConfig
 from trtkv.engine.compile_kernels import list_kernels, write_kernels
-from trtkv.engine.manifest import GRAPH, PLAN, Manifest, WeightInput, check_files, file_sha256, read_manifest
+from trtkv.engine.manifest import GRAPH, PLAN, Attention, Manifest, WeightInput, check_files, file_sha256, read_manifest
 from trtkv.engine.native import check_self_contained, native_sms, record_native, write_native
-from trtkv.engine.profiles import profiles
+from trtkv.engine.profiles import profiles, row_profiles
 from trtkv.engine.shared_plans import PlanInputs, obtain
 from trtkv.engine.targets import Targets, choose_targets, for_weights
 from trtkv.errors import BuildError, CapacityError, EngineError
 from trtkv.graph.decoder import build_decoder
+from trtkv.graph.native_attention import WITHOUT, build_native, row_plan
 from trtkv.graph.weights import WeightSpec, weight_specs
 from trtkv.plan import CachePlan
 from trtkv.policies.policy import Policy
@@ -41,7 +42,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 class Request:
     """What to build: model is source's configuration with dtype and rope changes applied, sms are compute capabilities as typed.
 
-    native writes the library of the plugins as well, self_contained also a plan that holds it.
+    native writes the library of the plugins as well, self_contained also a plan that holds it; attention is as in the manifest.
     """
 
     source: Source
@@ -56,6 +57,7 @@ class Request:
     tp: int = 1
     native: bool = False
     self_contained: bool = False
+    attention: Attention = "plugins"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +75,15 @@ def build_engine(request: Request, progress: Progress = lambda stage, fraction: 
     Raises ConfigError, CheckpointError, BuildError or CapacityError; in every case, Ctrl-C included, nothing half-written remains.
     """
     limits = request.limits.check(request.model)
-    plan = request.policy.plan(request.model)
+    native_layers, plan = request.attention == "native", request.policy.plan(request.model)
+    if native_layers:
+        _check_native_layers(request)
+        plan = row_plan(plan, request.model, limits)
     progress("graph", 0.0)
     checkpoint = _checkpoint(request.source)
     if checkpoint:
         request = replace(request, model=_with_scales_of(checkpoint, request.model))
-    decoder = build_decoder(request.model, plan, limits, request.tp)
+    decoder = build_native(request.model, plan, limits) if native_layers else build_decoder(request.model, plan, limits, request.tp)
     weights_hash = None
     if checkpoint:
         checkpoint.check(*tensors_of(decoder.weights))
@@ -88,12 +93,15 @@ def build_engine(request: Request, progress: Progress = lambda stage, fraction: 
     loaded, insisted = load(backend) if backend else None, request.backend is not None
     targets = choose_targets(request.sms, loaded, insisted=insisted, dtype=request.model.dtype)
     targets = for_weights(targets, request.model.quantization)
-    specs, no_kernels = list_kernels(plan, request.model, limits, targets.kernels)
+    specs, no_kernels = list_kernels(plan, request.model, limits, targets.kernels, sampling_only=native_layers)
     if request.self_contained:
         check_self_contained(targets, backend)
     native = record_native(plan, request.model, limits, native_sms(targets, request.sms), request.tp) if request.native else None
     no_plan = _no_plan(request, backend, targets)
-    inputs = PlanInputs(graph, profiles(plan, limits), backend, targets.plan) if backend and no_plan is None else None
+    if native_layers and no_plan is not None:
+        raise BuildError(f"TensorRT's own attention needs a TensorRT plan, and there is none: {no_plan.partition(';')[0]}", WITHOUT)
+    ranges = (row_profiles if native_layers else profiles)(plan, limits)
+    inputs = PlanInputs(graph, ranges, backend, targets.plan) if backend and no_plan is None else None
     contents: dict[str, Any] = {
         "version": trtkv.__version__, "model": request.model.model_dump_json(), "cache_plan": plan.hash, "limits": limits.model_dump(),
         "source": str(request.source.path), "weights": weights_hash, "graph": hashlib.sha256(graph).hexdigest(),
@@ -146,6 +154,13 @@ def _backend(wanted: str | None) -> str | None:
         extra = "rtx" if wanted == "tensorrt_rtx" else "tensorrt"
         raise BuildError(f"the backend '{wanted}' is not installed", f"Run: pip install 'trtkv[{extra}]', or leave --backend out.")
     return wanted or (load(None).name if found else None)
+
+
+def _check_native_layers(request: Request) -> None:
+    """Raise BuildError for options that are those of plugins."""
+    for flag, given in (("--tp", request.tp > 1), ("--native", request.native), ("--self-contained", request.self_contained)):
+        if given:
+            raise BuildError(f"{flag} does not go with --attention native, which has no plugins", "Leave one of them out.")
 
 
 def _no_plan(request: Request, backend: str | None, targets: Targets) -> str | None:
@@ -201,6 +216,7 @@ def _manifest(request: Request, plan: CachePlan, weights: Sequence[WeightSpec], 
         hub=request.source.hub,
         source=origin(request.source.path) if request.source.path else None,
         tp=request.tp,
+        attention=request.attention,
         limits=request.limits,
         policy=request.policy.model_dump(mode="json", exclude_none=True),
         cache_plan=plan.to_json(),

@@ -28,6 +28,26 @@ def profiles(plan: CachePlan, limits: Limits) -> list[Profile]:
     return [_profile("decode", {**ranges, "T": (1, batch, batch)}), _profile("prefill", ranges)]
 
 
+def row_profiles(plan: CachePlan, limits: Limits) -> list[Profile]:
+    """Return the profiles of a graph with TensorRT's own attention: one token of every row of the caches, and a chunk of one row."""
+    one, batch, tokens = (1, 1, 1), (1, limits.max_batch_size, limits.max_batch_size), (1, limits.max_chunk_tokens, limits.max_chunk_tokens)
+
+    def profile(name: str, rows: Range, new: Range) -> Profile:
+        ranges: dict[str, tuple[Range, ...]] = {
+            "token_ids": (rows, new),
+            "positions": (rows, new),
+            "writes": (rows,),
+            "lengths": (rows,),
+            "last_rows": (batch,),
+        }
+        row = [(size,) * 3 for size in (plan.num_kv_heads, plan.page_size, plan.head_dim)]
+        ranges |= {f"{buffer.name}.{layer}": (rows, *row) for buffer in plan.buffers for layer in buffer.layers}
+        low, usual, high = ({tensor: tuple(one[index] for one in bounds) for tensor, bounds in ranges.items()} for index in range(3))
+        return Profile(name, {tensor: (low[tensor], usual[tensor], high[tensor]) for tensor in ranges})
+
+    return [profile("decode", batch, one), profile("prefill", one, tokens)]
+
+
 def largest_sizes(plan: CachePlan, limits: Limits) -> dict[str, int]:
     """Return the largest size of every dynamic dimension of a step's inputs under one plan, by its letter."""
     batch = limits.max_batch_size

@@ -159,7 +159,8 @@ class _Job:
             with self.backend.log.collect() as messages, recording(self.recorder):
                 self._data = self._build(messages)
             # Announces every int64 input, which is what the state table is meant to be.
-            self.warnings = [line for line in messages.warnings if "has Int64 binding" not in line]
+            # And what the parser says of lengths is mended after it.
+            self.warnings = [line for line in messages.warnings if "has Int64 binding" not in line and line != "Unused Input: lengths"]
         except BaseException as error:  # noqa: BLE001 - raised again by result(), on the caller's thread
             self._error = error
         finally:
@@ -186,6 +187,7 @@ class _Job:
             return None
         if not parsed:
             raise _parse_error(parser, messages, backend)
+        _give_lengths(trt, network)
         config = builder.create_builder_config()
         config.max_aux_streams = 0  # plugins order their side effects by the one stream
         if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION") and not self.libraries:  # such a plan's runtime is another
@@ -229,6 +231,20 @@ def check_profile(profile: Profile, inputs: Mapping[str, Shape]) -> None:
         )
         if not fits:
             raise BuildError(f"{where} gives '{name}' the range {low}, {usual}, {high}, which does not fit the input's shape {fixed}", REPORT)
+
+
+def _give_lengths(trt: Any, network: Any) -> None:
+    """Let attention layers of TensorRT's own stop at their sequences' ends: the parser drops this input, and their mask alone reads whole rows."""
+    inputs = {tensor.name: tensor for tensor in map(network.get_input, range(network.num_inputs))}
+    kind, layers = getattr(trt, "IAttentionInputLayer", None), [network.get_layer(index) for index in range(network.num_layers)]
+    found = [layer for layer in layers if kind is not None and layer.type == trt.LayerType.ATTENTION_INPUT]
+    if not found or "lengths" not in inputs:
+        return
+    lengths = network.add_cast(inputs["lengths"], trt.DataType.INT32).get_output(0)
+    for layer in found:
+        layer.__class__ = kind
+        if hasattr(layer.attention, "key_value_lengths"):
+            layer.attention.key_value_lengths = lengths
 
 
 def _network_flags(trt: Any) -> int:

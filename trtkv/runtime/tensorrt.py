@@ -38,11 +38,13 @@ ROPE = "rope"  # an engine built by TensorRT-LLM holds its own rotary table
 Shape = tuple[int, ...]
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """TensorRT said no; why is in its log or in what a plugin recorded."""
 
 
-def open_executor(plan: bytes, manifest: Manifest, weights: Mapping[str, Bound], cache: Cache) -> TensorrtExecutor:
+def open_executor(
+    plan: bytes, manifest: Manifest, weights: Mapping[str, Bound], cache: Cache, kind: type[TensorrtExecutor] | None = None
+) -> TensorrtExecutor:
     """Load an engine's plan on the session's device with the weights as its inputs; none are needed for a plan that holds them.
 
     Raises EngineError when TensorRT refuses the plan or its inputs are not the manifest's, BuildError when its TensorRT is not installed.
@@ -72,8 +74,8 @@ def open_executor(plan: bytes, manifest: Manifest, weights: Mapping[str, Bound],
         raise EngineError(f"the plan {does} weight '{min(wrong)}', unlike the manifest", f"Build the engine again: {manifest.command} --force.")
     bindings = {name: tensor for name, tensor in _tensors(weights) if name in taken}
     contexts = Contexts(engine, backend, KernelFile.of(manifest.files[PLAN], backend, cache.device))
-    largest = largest_shapes(cache.plan, manifest.limits)
-    return TensorrtExecutor(engine, backend, cache, bindings, recorder, Lane(cache.device), contexts, largest, keep=runtime)
+    largest = largest_shapes(cache.plan, manifest.limits) if kind is None else {}
+    return (kind or TensorrtExecutor)(engine, backend, cache, bindings, recorder, Lane(cache.device), contexts, largest, keep=runtime)
 
 
 def _tensors(weights: Mapping[str, Bound]) -> Iterator[tuple[str, Tensor]]:
@@ -136,13 +138,13 @@ class TensorrtExecutor:
         self.name, self.cache, self._backend, self._engine, self._keep = backend.name, cache, backend, engine, keep
         self._recorder, self._lane, self._maker = recorder, lane, contexts
         self._calls: Calls = []  # of the plugins of one context
-        names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+        names = [name for name in map(engine.get_tensor_name, range(engine.num_io_tensors)) if not name.startswith(self.in_place)]
         inputs = [name for name in names if engine.get_tensor_mode(name) == backend.trt.TensorIOMode.INPUT]
         self._output = next(name for name in names if name not in inputs)
         self._dtypes = {name: getattr(torch, TORCH_NAMES[engine.get_tensor_dtype(name).name]) for name in names}
         self._fixed = {name: tuple(engine.get_tensor_shape(name)) for name in inputs if -1 not in tuple(engine.get_tensor_shape(name))}
         self._ranges: dict[str, list[tuple[Shape, ...]]] = {
-            name: [_up_to(largest[name], *engine.get_tensor_profile_shape(name, profile)) for profile in range(engine.num_optimization_profiles)]
+            name: [_up_to(largest.get(name), *engine.get_tensor_profile_shape(name, profile)) for profile in range(engine.num_optimization_profiles)]
             for name in inputs
             if name not in self._fixed
         }
@@ -163,6 +165,7 @@ class TensorrtExecutor:
 
     num_adapters = 0
     alignment = 256  # as NvInferRuntime.h requires of addresses
+    in_place: tuple[str, ...] = ()  # how the names of tensors begin that the plan changes where they lie
 
     @property
     def capturable(self) -> bool:
@@ -177,7 +180,9 @@ class TensorrtExecutor:
         """
         if ROPE not in self._fixed:
             inputs = {name: tensor for name, tensor in inputs.items() if name != ROPE}
-        profile = self.choose_profile(inputs)
+        return self._execute(self.choose_profile(inputs), inputs)
+
+    def _execute(self, profile: int, inputs: Mapping[str, Tensor]) -> Tensor:
         context = self._contexts[profile]
         with self._reporting("the step failed"):
             with self._lane.entered():
@@ -208,7 +213,7 @@ class TensorrtExecutor:
                     copies.append((there, tensor))
                     tensor = there
                 if not context.set_input_shape(name, tuple(tensor.shape)) or not context.set_tensor_address(name, tensor.data_ptr()):
-                    raise _Refused
+                    raise Refused
             self._set_addresses({**self._bound, self._output: self._logits}, [context])
             shape = tuple(context.get_tensor_shape(self._output))
         logits = self._logits[: math.prod(shape)].view(shape)
@@ -225,7 +230,7 @@ class TensorrtExecutor:
 
     def _enqueue(self, context: Any) -> None:
         if not context.execute_async_v3(self._lane.handle):
-            raise _Refused
+            raise Refused
         self.cache.join()
 
     def _settle(self, context: Any) -> str | None:
@@ -252,12 +257,12 @@ class TensorrtExecutor:
             context = self._maker.make(one_shape=one_shape)
         self._calls = calls
         if context is None:
-            raise _Refused
+            raise Refused
         # Steps run one after the other, so the contexts of all profiles share their scratch memory.
         context.set_device_memory(self._memory.data_ptr(), self._memory.numel())
         with self._lane.entered():
             if not context.set_optimization_profile_async(profile, self._lane.handle):
-                raise _Refused
+                raise Refused
         return context
 
     def _place(self, profile: int, name: str, tensor: Tensor) -> None:
@@ -272,7 +277,7 @@ class TensorrtExecutor:
             target.view(shape).copy_(tensor, non_blocking=True)
         if self._shapes[profile].get(name) != shape:
             if not self._contexts[profile].set_input_shape(name, shape):
-                raise _Refused
+                raise Refused
             self._shapes[profile][name] = shape
 
     def _check(self, profile: int, name: str, shape: Shape) -> None:
@@ -306,7 +311,7 @@ class TensorrtExecutor:
         for context in contexts:
             for name, tensor in tensors.items():
                 if not context.set_tensor_address(name, tensor.data_ptr()):
-                    raise _Refused
+                    raise Refused
 
     def _fits(self, profile: int, name: str, shape: Shape) -> bool:
         low, _, high = self._ranges[name][profile]
@@ -320,7 +325,7 @@ class TensorrtExecutor:
         for name, ranges in self._ranges.items():
             shape = ranges[profile][2]
             if not context.set_input_shape(name, shape):
-                raise _Refused
+                raise Refused
             self._shapes[profile][name] = shape
         return math.prod(tuple(context.get_tensor_shape(self._output)))
 
@@ -333,12 +338,12 @@ class TensorrtExecutor:
         with self._backend.log.collect() as messages:
             try:
                 yield
-            except _Refused:
+            except Refused:
                 self._recorder.check(EngineError)
                 reason = messages.errors[0].rstrip(". ") if messages.errors else "it gave no reason"
                 raise EngineError(f"{self._backend.title}: {what}: {reason}", TRY_TORCH) from None
 
 
-def _up_to(largest: Shape, low: Shape, usual: Shape, high: Shape) -> tuple[Shape, Shape, Shape]:
-    """Cut a profile's range of an input."""
-    return tuple(low), tuple(usual), tuple(map(min, high, largest))
+def _up_to(largest: Shape | None, low: Shape, usual: Shape, high: Shape) -> tuple[Shape, Shape, Shape]:
+    """Cut a profile's range of an input where there is a limit."""
+    return tuple(low), tuple(usual), tuple(high) if largest is None else tuple(map(min, high, largest))
