@@ -147,4 +147,6 @@ def head(facts: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    for kind in (signal.SIGINT, signal.SIGTERM):  # a part ends with this process
+        signal.signal(kind, signal.default_int_handler)
     sys.exit(main())

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from plugins.tensorrt import cuda
 from tests.plugins.sessions import capture_on_cpu
 from tests.runtime import graph_engine
 from tests.runtime.graph_engine import Cache, Context
@@ -138,6 +140,23 @@ def loaded(file: KernelFile) -> set[str]:
     cache = Cache()
     file.load(cache)
     return cache.kernels
+
+
+def test_a_plan_a_gpu_and_a_driver_have_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRTKV_HOME", str(tmp_path))
+    found = []
+    for plan, gpu, version, driver in (
+        ("ab" * 32, "NVIDIA GeForce RTX 4090", "1.7.1", "13.0"),
+        ("cd" * 32, "NVIDIA GeForce RTX 4090", "1.7.1", "13.0"),
+        ("ab" * 32, "NVIDIA A100/PCIe", "1.7.1", "13.0"),
+        ("ab" * 32, "NVIDIA GeForce RTX 4090", "1.8", "13.0"),
+        ("ab" * 32, "NVIDIA GeForce RTX 4090", "1.7.1", None),
+    ):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, gpu=gpu: gpu)
+        monkeypatch.setattr(cuda, "driver_version", lambda driver=driver: driver)
+        found.append(KernelFile.of(plan, SimpleNamespace(version=version), torch.device("cuda")).path)
+    assert found[0] == tmp_path / "tensorrt-kernels" / "abababababababab_NVIDIA-GeForce-RTX-4090_1.7.1_cuda-13.0.bin"
+    assert len(set(found)) == len(found) and len({path.parent for path in found}) == 1
 
 
 def test_more_kernels_replace_fewer_and_never_the_other_way(tmp_path: Path) -> None:
