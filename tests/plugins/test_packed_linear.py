@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from plugins.device import triton_aot
-from plugins.linear import packed_launch
-from plugins.linear.packed_launch import Shape
+from plugins.linear.packed import launch
+from plugins.linear.packed.launch import Shape
 from trtkv.runtime.packed import Codes
 
 SHAPES = [
@@ -36,15 +36,15 @@ def matrix(shape: Shape, seed: int = 0, device: str = "cpu") -> Codes:
     return Codes(codes.to(device), scales.to(device), None if zeros is None else zeros.to(device), shape.group)
 
 
-def compare(shape: Shape, tokens: int, dtype: torch.dtype, device: str = "cpu") -> tuple[float, float]:
+def compare(shape: Shape, tokens: int, dtype: torch.dtype, device: str = "cpu", rows: int = 16) -> tuple[float, float]:
     """Return the root mean square of the kernel's error, and of torch's with the weights made wide in the dtype."""
     codes, draw = matrix(shape, tokens, device), torch.Generator().manual_seed(tokens)
     x = torch.randn(tokens, shape.inner, generator=draw).to(dtype).to(device)
     bias = torch.randn(shape.rows, generator=draw).to(dtype).to(device) if shape.bias else None
     wide = codes.wide(slice(0, shape.rows))
     out = torch.full((tokens, shape.width), torch.nan, dtype=dtype, device=device)
-    assert packed_launch.takes(x, shape)
-    packed_launch.multiply(x, codes.codes, codes.scales, codes.zeros, bias, out, shape)
+    assert launch.takes(x, shape)
+    launch.multiply(x, (codes.codes, codes.scales, codes.zeros), bias, out, shape, rows=rows)
     exact = torch.nn.functional.linear(x.double(), wide.double(), None if bias is None else bias.double())
     theirs = torch.nn.functional.linear(x, wide.to(dtype), bias)
     if shape.gated:
@@ -72,21 +72,21 @@ def test_every_code_of_eight_bits_is_its_number() -> None:
     shape, out = Shape(len(codes), 32, 0, fp8=True), torch.empty(1, len(codes))
     x = torch.zeros(1, 32)
     x[0, 0] = 1
-    packed_launch.multiply(x, padded, torch.ones(len(codes), 1), None, None, out, shape)
+    launch.multiply(x, (padded, torch.ones(len(codes), 1), None), None, out, shape)
     assert torch.equal(out[0], codes.view(torch.float8_e4m3fn).float())
 
 
 def test_what_the_kernel_is_not_written_for() -> None:
     x = torch.zeros(17, 64)
-    assert not packed_launch.takes(x, Shape(8, 64, 0, fp8=True))
-    assert not packed_launch.takes(x[:1], Shape(8, 64, 8, fp8=False)) and packed_launch.takes(x[:1], Shape(8, 64, 32, fp8=False))
+    assert not launch.takes(x, Shape(8, 64, 0, fp8=True))
+    assert not launch.takes(x[:1], Shape(8, 64, 8, fp8=False)) and launch.takes(x[:1], Shape(8, 64, 32, fp8=False))
 
 
 @pytest.mark.skipif(triton_aot.missing() is not None, reason="needs Triton")
 @pytest.mark.parametrize("sm", ["80", "89", "90", "120"])
 def test_the_kernels_compile(sm: str) -> None:
     shapes = (Shape(192, 256, 0, fp8=True, gated=True), Shape(192, 256, 128, fp8=False, zeros=True))
-    every = [spec for shape in shapes for spec in packed_launch.kernels(shape, torch.bfloat16, torch.float32, sm)]
+    every = [spec for shape in shapes for spec in launch.kernels(shape, torch.bfloat16, torch.float32, sm)]
     assert [binary.cubin[:4] == b"\x7fELF" for _, binary in triton_aot.compile_all(every)] == [True, True]
 
 

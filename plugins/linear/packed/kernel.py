@@ -70,7 +70,7 @@ def packed_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Write out [tokens, WIDTH] of x [tokens, K] times a matrix of codes transposed, plus a bias; gated: of rows n and WIDTH + n silu times the other.
+    """Write out [tokens, WIDTH] of x [tokens, K] times a matrix of codes transposed, plus a bias; gated: silu of its rows n times rows WIDTH + n.
 
     The grid is blocks of WIDTH. Scales and zero points are [rows, K / GROUP]; BLOCK_K divides GROUP. Sums are fp32 and rounded once; gate, its silu
     and up are each rounded before they are multiplied, as the operators of the graph are.

@@ -18,7 +18,10 @@ from plugins.device.triton_aot import TritonSpec
 MOST_TOKENS = 16
 MOST_BLOCK = 128  # inputs that are multiplied at once
 _PARAMETERS = {"x": "*real", "codes": "*u8", "scales": "*scale", "zeros": "*u8", "bias": "*real", "out": "*real", "tokens": "i32"}
-PACKED = TritonKernel(Path(__file__).parent / "packed.py", "packed_kernel", _PARAMETERS, aligned=("x", "codes", "scales", "out"))
+PACKED = TritonKernel(Path(__file__).parent / "kernel.py", "packed_kernel", _PARAMETERS, aligned=("x", "codes", "scales", "out"))
+
+
+Matrix = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +54,12 @@ def takes(x: Tensor, shape: Shape) -> bool:
     return x.shape[0] <= MOST_TOKENS and x.dtype in TRITON_DTYPES and x.is_contiguous() and shape.block > 0
 
 
-def multiply(
-    x: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor | None, bias: Tensor | None, out: Tensor, shape: Shape, *, rows: int = 16
-) -> None:
-    """Write x [T, K] times a matrix transposed, plus bias [N], to out [T, N]; codes are fp8 [N, K] or uint8 [N, K / 2], with two in a byte.
+def multiply(x: Tensor, matrix: Matrix, bias: Tensor | None, out: Tensor, shape: Shape, *, rows: int = 16) -> None:
+    """Write x [T, K] times a matrix transposed, plus bias [N], to out [T, N]; all contiguous. A program computes `rows` results of a token.
 
-    scales and zero points (None: 8) are [N, groups]; all contiguous. A program computes `rows` results of a token.
+    The matrix is its codes, fp8 [N, K] or uint8 [N, K / 2] with two in a byte, its scales and its zero points (None: 8), both [N, groups].
     """
+    codes, scales, zeros = matrix
     constants = _constants(shape, rows)
     values = (x, codes.view(torch.uint8), scales, codes.view(torch.uint8) if zeros is None else zeros, x if bias is None else bias, out, len(x))
     grid = (-(-shape.width // rows), 1, 1)
