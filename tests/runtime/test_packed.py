@@ -21,6 +21,7 @@ from trtkv.graph.weights import weight_specs
 from trtkv.quantized.formats import tensors_of
 from trtkv.runtime import packed
 from trtkv.runtime.packed import PackedWeight
+from trtkv.runtime.tensorrt import _tensors
 from trtkv.runtime.weights import Bound, map_weights, random_weights, upload_weights
 
 TOKENS = torch.randint(0, 256, (60,), generator=torch.Generator().manual_seed(1))
@@ -83,6 +84,18 @@ def test_codes_that_lie_as_memory_has_them_stay_in_the_file(tmp_path: Path) -> N
             other = second[key]
             if isinstance(one, PackedWeight) and isinstance(other, PackedWeight):
                 assert [part.codes.data_ptr() for part in one.parts] == [part.codes.data_ptr() for part in other.parts]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_plan_gets_codes_transposed_where_they_lie(device: str, tmp_path: Path) -> None:
+    tiny = make_packed("fp8-tensor", tmp_path, kind="qwen2")
+    weights, other = (bound(tiny, (0, 1), device, uploaded=True) for _ in range(2))
+    given = dict(_tensors(weights))
+    assert set(given) == {*weights, *(f"{name}.scales" for name, one in weights.items() if isinstance(one, PackedWeight))}
+    for name, one in other.items():
+        if isinstance(one, PackedWeight):
+            codes, scales = given[name].float(), given[f"{name}.scales"]
+            assert codes.shape == (one.parts[0].width, one.rows) and torch.equal((codes * scales).t().cpu(), wide(one))
 
 
 def spoil(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:

@@ -16,6 +16,7 @@ from plugins.nodes import FACES
 from trtkv.runtime import fused
 from trtkv.runtime.adapters import Adapters
 from trtkv.runtime.graph_program import TORCH_OPS, Node, join_products, load_program, with_deltas
+from trtkv.runtime.packed import PackedWeight
 from trtkv.runtime.rows import Prepared
 from trtkv.runtime.weights import Bound, Weight
 
@@ -50,7 +51,10 @@ class TorchExecutor:
             if node.kind in ("Gemm", "Product"):
                 normed, gated = node.kind == "Product" and bool(node.inputs[2]), bool(node.attributes.get("gated"))
                 matrix = weights[node.inputs[1 if node.kind == "Gemm" else 3]]
-                fused.prepare(matrix, self.weight("norm"), cache.num_slots, gated=gated, normed=normed)
+                if isinstance(matrix, PackedWeight):
+                    matrix.prepare(self.weight("norm"))
+                else:
+                    fused.prepare(matrix, cache.num_slots, gated=gated, normed=normed)
         self._capturable = all(cache.captures(call.layer, call.config, dtype) for call in calls)
 
     @property

@@ -91,11 +91,8 @@ def prepare_delta(delta: Delta) -> None:
             store.load_all(lora.kernels(delta, arch()))
 
 
-def prepare(weight: Bound, like: Tensor, most_tokens: int, *, gated: bool, normed: bool) -> None:
-    """Load the kernels that products of up to so many tokens like a tensor with a weight run, or reserve what they need, so that no step has to."""
-    if isinstance(weight, PackedWeight):
-        weight.prepare(like)
-        return
+def prepare(weight: Weight, most_tokens: int, *, gated: bool, normed: bool) -> None:
+    """Load the kernels that products of up to so many tokens with a weight run, so that no step has to."""
     matrix = weight.parts[0]
     if matrix.is_cuda and len(weight.parts) == 1 and matrix.dim() == 2 and gpu_ready(matrix.device) is None:
         width, inner = matrix.shape

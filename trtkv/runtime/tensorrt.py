@@ -79,11 +79,15 @@ def open_executor(
 
 
 def _tensors(weights: Mapping[str, Bound]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the plan's inputs: of matrices of codes these [in, out], as TensorRT multiplies by them, and the scales [out]."""
+    """Yield the plan's inputs: of matrices of codes these [in, out], as TensorRT multiplies by them, and the scales [out].
+
+    Codes are transposed where they lie, so that no second copy of all is needed: nothing else may use the weights afterwards.
+    """
     for name, one in weights.items():
         if isinstance(one, PackedWeight):
             (part,) = one.parts
-            yield name, part.codes.t().contiguous()
+            turned = part.codes.t().contiguous()
+            yield name, part.codes.view(turned.shape).copy_(turned)
             yield name + SCALES, part.scales.flatten()
         else:
             yield name, one.whole

@@ -1,0 +1,92 @@
+"""Quantized weights on a GPU: products that read codes against fp64 and the copy bandwidth, and an engine that runs as captured steps.
+
+Run it on a machine with a GPU: python -m tests.gpu.check_packed [--tokens 1 4 16]; exit code 1 where a product is wrong or an engine answers
+otherwise than on the CPU. The times say which form of the kernel is to be chosen, if any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from plugins.linear.packed import launch
+from plugins.linear.packed.launch import Shape
+from tests.packing import FORMATS, make_packed
+from tests.plugins.test_packed_linear import compare, matrix
+from trtkv.api import build
+from trtkv.bench.timing import cache_bytes, copy_bandwidth, measure
+from trtkv.runtime.llm import LLM
+from trtkv.runtime.sampler import SamplingParams
+
+DEVICE = torch.device("cuda")
+FORMS = (16, 32, 64)  # results of a program
+# Qwen2.5-7B's matrices: rows, inner, whether gated.
+MATRICES = {"qkv": (4608, 3584, False), "o": (3584, 3584, False), "gate_up": (37888, 3584, True), "down": (3584, 18944, False)}
+WEIGHTS = {"fp8 rows": (0, True, False), "fp8 of 128": (128, True, False), "int4 of 128": (128, False, False), "int4 of 32": (32, False, True)}
+
+
+def check_products(tokens: list[int], bandwidth: float) -> list[str]:
+    """Compare and time every product; returns what is wrong."""
+    wrong = []
+    for name, (rows, inner, gated) in MATRICES.items():
+        for kind, (group, fp8, zeros) in WEIGHTS.items():
+            shape = Shape(rows, inner, group, fp8=fp8, zeros=zeros, gated=gated)
+            made = matrix(shape, device="cuda")
+            own = [one for one in (made.codes, made.scales, made.zeros) if one is not None]
+            size = sum(one.nbytes for one in own)
+            copies = [[one.clone() for one in own] + [None] * (3 - len(own)) for _ in range(1 + 2 * cache_bytes(DEVICE) // size)]
+            for count in tokens:
+                x, out = (torch.randn(count, width, dtype=torch.bfloat16, device=DEVICE) for width in (inner, shape.width))
+                for form in FORMS:
+                    ours, theirs = compare(shape, count, torch.bfloat16, "cuda", form)
+                    if ours > 2 * theirs:
+                        wrong.append(f"{name}, {kind}, {count} tokens, {form} rows: error {ours:.3g}, torch's {theirs:.3g}")
+
+                    def call(i: int, form: int = form) -> None:
+                        codes, scales, points = copies[i % len(copies)]  # noqa: B023 (called within this round)
+                        launch.multiply(x, (codes, scales, points), None, out, shape, rows=form)  # noqa: B023
+
+                    us = measure(call, len(copies), 9, DEVICE).median_us
+                    share = size / us / 1e-6 / bandwidth
+                    print(
+                        f"{name:8} {kind:12} {count:3} tokens {form:3} rows {us:8.1f} us {size / us / 1e3:7.0f} GB/s {share:5.0%} of a copy",
+                        flush=True,
+                    )
+    return wrong
+
+
+def check_engines(folder: Path) -> list[str]:
+    """Run every format on the GPU, warmed up with captured steps, and on the CPU; both compute in fp32."""
+    wrong, prompts = [], [[(7 * index + step) % 250 for step in range(40)] for index in range(2)]
+    for name in FORMATS:
+        tiny = make_packed(name, folder / name)
+        engine = build(str(tiny.path), out=folder / f"{name}-engine", backend="none", max_seq_len=128, max_batch_size=2, max_chunk_tokens=64)
+        params = SamplingParams(max_tokens=16, ignore_eos=True)
+        answers = [
+            [one.token_ids for one in LLM(engine, device=device, warm=device == "cuda").generate(prompts, params)] for device in ("cpu", "cuda")
+        ]
+        print(f"{name}: {'equal' if answers[0] == answers[1] else answers}", flush=True)
+        wrong += [] if answers[0] == answers[1] else [f"{name}: the GPU answers otherwise than the CPU"]
+    return wrong
+
+
+def main() -> int:
+    """Run all checks."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    tokens = parser.parse_args().tokens
+    bandwidth = copy_bandwidth(DEVICE)
+    print(f"{torch.cuda.get_device_name()}: a copy moves {bandwidth / 1e9:.0f} GB/s", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        wrong = check_engines(Path(folder)) + check_products(tokens, bandwidth)
+    for line in wrong:
+        print(f"WRONG: {line}")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
