@@ -71,8 +71,7 @@ int main(int argc, char** argv) {
   for (int i = 4; i < argc; ++i) tokens.push_back(std::atoi(argv[i]));
   CUcontext shared{};
   check(cuInit(0), "no CUDA driver");
-  check(cuDevicePrimaryCtxRetain(&shared, 0), "no GPU");
-  check(cuCtxSetCurrent(shared), "no context");
+  check(cuDevicePrimaryCtxRetain(&shared, 0), "no GPU"), check(cuCtxSetCurrent(shared), "no context");
 
   std::unique_ptr<IRuntime> runtime(createInferRuntime(logger));
   if (!runtime) fail("TensorRT does not start");
@@ -103,15 +102,16 @@ int main(int argc, char** argv) {
     if (!inputs.read(data.data(), bytes)) fail(std::string(argv[2]) + " ends before " + name + ": write it again with native_inputs.py");
     fixed[name] = upload(data);
   }
-  int64_t const vocabulary = engine->getTensorShape(logits_name.c_str()).d[1];
-  std::vector<float> logits(vocabulary);
-  CUdeviceptr const output = allocate(vocabulary * sizeof(float));
+  std::vector<float> logits(engine->getTensorShape(logits_name.c_str()).d[1]); // of the vocabulary
+  int64_t const scratch_bytes = engine->getDeviceMemorySizeV2(); // plans may allow no other memory in a step, which can then be captured
+  CUdeviceptr const scratch = allocate(std::max<int64_t>(1, scratch_bytes)), output = allocate(logits.size() * sizeof(float));
   CUstream stream{};
   check(cuStreamCreate(&stream, CU_STREAM_NON_BLOCKING), "no stream");
   std::unique_ptr<IExecutionContext> contexts[2]; // of the profile for single tokens, and of that for chunks
   for (int profile = 0; profile < 2; ++profile) {
-    contexts[profile].reset(engine->createExecutionContext());
+    contexts[profile].reset(engine->createExecutionContext(ExecutionContextAllocationStrategy::kUSER_MANAGED));
     auto& context = *contexts[profile];
+    context.setDeviceMemoryV2(reinterpret_cast<void*>(scratch), scratch_bytes);
     context.setOptimizationProfileAsync(profile, reinterpret_cast<cudaStream_t>(stream));
     for (auto const& one : fixed) context.setTensorAddress(one.first.c_str(), reinterpret_cast<void*>(one.second));
     context.setTensorAddress(logits_name.c_str(), reinterpret_cast<void*>(output));
@@ -143,7 +143,7 @@ int main(int argc, char** argv) {
     if (!context.enqueueV3(reinterpret_cast<cudaStream_t>(stream))) fail("the step failed");
     check(cuStreamSynchronize(stream), "the step failed");
     if ((seen = stored) < static_cast<int>(tokens.size())) continue; // more of the prompt
-    check(cuMemcpyDtoH(logits.data(), output, vocabulary * sizeof(float)), "no copy");
+    check(cuMemcpyDtoH(logits.data(), output, logits.size() * sizeof(float)), "no copy");
     tokens.push_back(static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin()));
     std::printf("%d\n", tokens.back());
   }
