@@ -1,4 +1,5 @@
-# Two commands on a fresh machine: `make demo` runs the main job on a small real model, `make test` runs everything that needs no GPU.
+# Two commands on a fresh machine: `make demo` runs the main job on a small real model, `make test` runs everything that needs no GPU. On one with a
+# GPU that TensorRT supports, `make smoke EXTRAS=gguf,rtx,gpu` tries TensorRT and writes a report.
 # TORCH may be set to a build for your GPU or CPU, such as TORCH="torch --index-url URL".
 
 PYTHON ?= python3
@@ -10,13 +11,16 @@ DYNAMO := ai-dynamo==1.6.1
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test pytest explore lint clean
+.PHONY: demo smoke test pytest explore lint clean
 
 demo: $(VENV)/.demo
 	$(BIN)/trtkv pull smollm2-135m
 	$(BIN)/trtkv build --model smollm2-135m --policy full --max-seq-len 4096
 	$(BIN)/trtkv build --model smollm2-135m --policy fier --budget 256 --max-seq-len 4096
 	$(BIN)/python build_scripts/demo.py engines/smollm2-135m-full engines/smollm2-135m-fier
+
+smoke: $(VENV)/.demo
+	$(BIN)/python build_scripts/smoke.py
 
 # Linters run on one core while the tests start on the others.
 test: $(VENV)/.dev

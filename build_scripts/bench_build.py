@@ -1,4 +1,4 @@
-"""Times `trtkv build` of an engine without weights, as a whole process: seconds, peak memory, bytes of the plan."""
+"""Times `trtkv build` of an engine without weights, as a whole process, nothing compiled before: seconds, of processors too, peak memory, bytes."""
 
 from __future__ import annotations
 
@@ -41,15 +41,20 @@ def main() -> None:
         started = time.perf_counter()
         done = subprocess.run(words, env={**os.environ, "TRTKV_HOME": directory}, capture_output=True, text=True, check=True)
         seconds = time.perf_counter() - started
-    built = json.loads(done.stdout.splitlines()[-1])
+    built, used = json.loads(done.stdout.splitlines()[-1]), resource.getrusage(resource.RUSAGE_CHILDREN)
     row = {
         "benchmark": "build",
         "model": options.model,
         "policy": options.policy,
         "process_s": round(seconds, 2),
+        "cpu_s": round(used.ru_utime + used.ru_stime, 1),
+        "load": round(os.getloadavg()[0], 1),
         "tensorrt_s": built["build_s"],
         "plan_bytes": built["plan_bytes"],
-        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024,
+        "kernels": built["kernels"],
+        "kernel_bytes": built["kernel_bytes"],
+        "kernel_sms": built["kernel_sms"],
+        "peak_memory_bytes": used.ru_maxrss * 1024,
         "backend": built["backend"],
         "sms": built["sms"],
         "machine": f"{platform.machine()} CPU, {os.cpu_count()} cores",

@@ -19,7 +19,7 @@ TITLE = "## What routing brings"
 SETTINGS = ("one worker", "random", "round-robin", "kv", "kv, prompts x4")
 MEASURED = (
     "{clients} clients hold {talks} conversations of {turns} turns that share {groups} system prompts, with {model}{where}. Two runs of `kv` differ "
-    "by {apart:.0%} in tokens/s and {points:.0f} points in the hit rate{weight} ({facts}, `build_scripts/bench_fleet.py`)."
+    "by {apart:.0%} in tokens/s and by {points} in the hit rate{weight} ({facts}, `build_scripts/bench_fleet.py`)."
 )
 WEIGHT = "; *prompts x4* is `--router-prefill-load-scale 4`"
 CORES = " on {cores} CPU cores: one worker has all of them, {workers} workers share them, so that routing saves computed prompts and adds no cores"
@@ -32,7 +32,7 @@ SIMULATED = (
     "(`build_scripts/simulate_fleet.py`)."
 )
 CHECKED = (
-    "Simulated like that, the fleets above have their hit rates within {hits:.0f} points; the one with GPUs takes {whole} of its time, a first token "
+    "Simulated like that, the fleets above have their hit rates within {hits}; the one with GPUs takes {whole} of its time, a first token "
     "{last} of its p99, but {middle} of its median, which therefore is not shown."
 )
 FIGURES = {"hit_rate": "tokens of prompts found in pages", "ttft_p99_ms": "first token p99, ms", "tokens_per_s_gpu": "answered tokens/s a GPU"}
@@ -73,6 +73,12 @@ def noise(run: Sequence[Record]) -> float:
     return float(abs(first - last) / last)
 
 
+def points(share: float) -> str:
+    """Write a difference of percentages."""
+    rounded = round(share * 100)
+    return f"{rounded} point{'s' * (rounded != 1)}"
+
+
 def measured_at(every: Sequence[Record], others: Sequence[Record]) -> str:
     """Write the table of one machine and model; what was only measured another time has no times."""
     own, before = ({one["setting"]: one for one in newest(run, "setting")} for run in (every, others))
@@ -82,8 +88,8 @@ def measured_at(every: Sequence[Record], others: Sequence[Record]) -> str:
         rows.append([one["setting"], f"{one['hit_rate']:.0%}", one["computed_tokens"], one["ttft_p50_s"], one["tokens_per_s"]])
     first, last = [one for one in every if one["setting"] == "kv"][-2:]
     changes = {
-        "talks": len(last["groups_of"]), "points": abs(first["hit_rate"] - last["hit_rate"]) * 100, "facts": facts(list({**before, **own}.values())),
-        "apart": noise(every), "weight": WEIGHT if "kv, prompts x4" in before else "",
+        "talks": len(last["groups_of"]), "points": points(abs(first["hit_rate"] - last["hit_rate"])),
+        "facts": facts(list({**before, **own}.values())), "apart": noise(every), "weight": WEIGHT if "kv, prompts x4" in before else "",
         "where": (CORES if "CPU" in last["environment"]["machine"] else CARDS).format(**last),
     }  # fmt: skip
     return (
@@ -118,7 +124,7 @@ def checked(records: Sequence[Record]) -> str:
     cards = [one for one in own if "CPU" not in one["fleet"]]
     if not cards:
         return ""
-    hits = max(abs(one["hit_rate"] - one["measured"]["hit_rate"]) for one in own) * 100
+    hits = points(max(abs(one["hit_rate"] - one["measured"]["hit_rate"]) for one in own))
     ratios = {name: sorted(one[name] / one["measured"][name] for one in cards) for name in ("seconds", "ttft_p99_s", "ttft_p50_s")}
     whole, last, middle = (f"{least:.0%} to {most:.0%}" for least, *_, most in ratios.values())
     return "\n" + wrapped(CHECKED.format(hits=hits, whole=whole, last=last, middle=middle)) + "\n"

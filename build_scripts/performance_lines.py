@@ -50,7 +50,8 @@ LOADED = (
     "`build_scripts/bench_load.py`)."
 )
 BUILT = (
-    "Building {model} with `{policy}` takes {process_s:.1f} s; the plan is {megabytes:.1f} MB ({backend}, {machine}, {date}, "
+    "Building {model} with `{policy}` and {kernels} kernels for sm {sms} takes {cpu_s:.0f} s of processors' time; the "
+    "plan is {plan:.1f} MB, the kernels {compiled:.1f} ({backend}, {machine}, {date}, "
     "`build_scripts/bench_build.py`)."
 )
 
@@ -154,8 +155,10 @@ def loading(records: Sequence[Record]) -> list[str]:
     own = {one["way"]: one for one in records if one["benchmark"] == "load" and not one["cold"]}
     ours, theirs = own.get("trtkv to the GPU"), own.get("safetensors to the GPU")
     lines = [LOADED.format(**ours, gigabytes=ours["bytes"] / 1e9, theirs=theirs["s"], date=ours["at"][:10])] if ours and theirs else []
-    built = [one for one in records if one["benchmark"] == "build"][-1:]
-    return lines + [BUILT.format(**{**one, "date": one["date"][:10]}, megabytes=one["plan_bytes"] / 1e6) for one in built]
+    for one in [one for one in records if one["benchmark"] == "build" and "cpu_s" in one][-1:]:
+        sizes = {"plan": one["plan_bytes"] / 1e6, "compiled": one["kernel_bytes"] / 1e6}
+        lines.append(BUILT.format(**{**one, "date": one["date"][:10], "sms": ", ".join(one["kernel_sms"])}, **sizes))
+    return lines
 
 
 def grammars(records: Sequence[Record]) -> list[str]:

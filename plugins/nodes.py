@@ -15,6 +15,19 @@ from trtkv.errors import EngineError
 Dim: TypeAlias = Any  # an integer, or TensorRT's expression of one
 Run: TypeAlias = Callable[[Cache, int, OpConfig, Sequence[Tensor], Tensor], None]
 SEQUENCES = ("cu_seqlens", "seq_lens", "stored_lens", "slots", "page_table")
+# Step inputs and their shapes, in the letters of trtkv/shapes.py; X is the maximum sequence length, A the length of the address table.
+STEP_INPUTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "token_ids": ("int32", ("T",)),
+    "positions": ("int32", ("T",)),
+    "cu_seqlens": ("int32", ("B1",)),
+    "seq_lens": ("int32", ("B",)),
+    "stored_lens": ("int32", ("Y", "B")),
+    "slots": ("int32", ("B",)),
+    "page_table": ("int32", ("Y", "B", "M")),
+    "last_rows": ("int32", ("R",)),
+    "rope": ("float32", ("X", "D")),
+    "state": ("int64", ("A",)),
+}
 
 
 @dataclass(frozen=True, slots=True)

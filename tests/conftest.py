@@ -44,7 +44,7 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture
 def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave kernels out of engines, for tests of their TensorRT plans."""
-    monkeypatch.setattr(directory, "list_kernels", lambda *args: ([], None))
+    monkeypatch.setattr(directory, "list_kernels", lambda *args, **more: ([], None))
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ from trtkv.engine.tensorrt import Plan, Profile, build_plan
 from trtkv.errors import TrtkvError
 
 HIDDEN, HEADS, DIM = 32, 2, 16
-CONFIG = OpConfig(num_q_heads=HEADS, num_kv_heads=1, head_dim=DIM, scale=0.25, rms_eps=1e-6, select_width=4, select_heads=1, plan="toy")
+CONFIG = OpConfig(num_q_heads=HEADS, num_kv_heads=1, head_dim=DIM, scale=0.25, rms_eps=1e-6, select_width=4, select_heads=1)
 
 needs_rtx = pytest.mark.skipif(importlib.util.find_spec("tensorrt_rtx") is None, reason="TensorRT-RTX is not installed: pip install 'trtkv[rtx]'")
 

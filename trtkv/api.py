@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import cast, get_args
 
 from trtkv.checkpoint.find import Source, resolve_model
 from trtkv.config import Dtype, Limits, ModelConfig, extend_positions
@@ -56,6 +56,7 @@ def build(
     tp: int = 1,
     native: bool = False,
     self_contained: bool = False,
+    attention: str = "plugins",
     force: bool = False,
     progress: Callable[[str, float], None] = lambda stage, fraction: None,
 ) -> Path:
@@ -64,6 +65,7 @@ def build(
     Raises TrtkvError; nothing half-written remains.
     """
     from trtkv.engine.directory import Request, build_engine
+    from trtkv.engine.manifest import Attention
 
     sets, native = list(sets), native or self_contained
     source, config, chosen = prepare(model, policy, budget, sets, dtype, rope_scaling)
@@ -71,11 +73,12 @@ def build(
     chosen.check_parts(tp)
     target = Path(out) if out else Path("engines") / f"{Path(source.name).name}-{chosen.name.replace(':', '-')}"
     given = {"budget": budget, "dtype": dtype, "rope-scaling": rope_scaling, "backend": backend, "tp": None if tp == 1 else tp}
-    given |= {"native": native or None, "self-contained": self_contained or None}
+    given |= {"native": native or None, "self-contained": self_contained or None, "attention": None if attention == "plugins" else attention}
     command = rebuild_command(model, policy if isinstance(policy, str) else chosen.name, target, limits, sets, given)
-    request = Request(
-        source, config.part(tp), chosen, limits, target, tuple(sms or ()), backend, force, command, tp, native or self_contained, self_contained
-    )
+    if attention not in get_args(Attention):
+        raise UnknownName("attention", attention, get_args(Attention))
+    parts = (command, tp, native or self_contained, self_contained, cast("Attention", attention))
+    request = Request(source, config.part(tp), chosen, limits, target, tuple(sms or ()), backend, force, *parts)
     return build_engine(request, progress).path
 
 

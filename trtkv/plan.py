@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BOOKKEEPING = ("positions", "last_queries")  # buffers of a cache that is evicted from that hold none of it: they are occupied, not stored
-FORMAT = 2  # raised whenever an engine directory of the previous format can no longer be run
+FORMAT = 2  # raised whenever a plan of the previous format can no longer be read
+ADDRESSES = 16  # the address table has room for a multiple of so many buffers a layer, so that its length is that of other policies
 
 Tier = Literal["device", "host"]
 Phase = Literal["prefill", "decode"]
@@ -333,6 +334,16 @@ class CachePlan:
             first = error.errors()[0]
             problem = f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
             raise EngineError(f"the cache plan is damaged ({problem})", "Build the engine again.") from None
+
+    @property
+    def num_addresses(self) -> int:
+        """Entries of the `state` input (A): the plan's number, then one for every buffer of every layer, and room."""
+        return 1 + -(-len(self.buffers) // ADDRESSES) * ADDRESSES * self.num_layers
+
+    @property
+    def number(self) -> int:
+        """The hash as an integer, by which a cache's address table says whose it is."""
+        return int(self.hash, 16)
 
     @property
     def hash(self) -> str:

@@ -7,7 +7,6 @@ node holds the cache, and the runtime announces every step with `begin_step` bef
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -30,7 +29,6 @@ from trtkv.plan import BufferSpec, CachePlan
 
 MOST_OVERLAPPED_TOKENS = 1 << 21  # tokens times KV heads of a step up to which even bulky blocks start early, as measured on an H200
 T = TypeVar("T")
-_keys = itertools.count(1)
 
 
 class Cache(ABC):
@@ -57,7 +55,6 @@ class Cache(ABC):
         self.overrides = Overrides(plan, num_slots, self.device)
         self.buffers: dict[str, list[Tensor | None]] = {}
         self.read_tokens = 0.0
-        self.key = next(_keys)
         self.parts = 1
         self.always_selects = False  # whether steps of short sequences select as well, which changes no answer
         self.keeps_inputs = False  # whether a node's inputs stay as they are while references to them exist
@@ -296,11 +293,12 @@ class Cache(ABC):
         self.tier.leave_frames(slot)
 
     def address_table(self) -> Tensor:
-        """Return the `state` input: this cache's key, then the address of every buffer of every layer (0: none), int64."""
-        entries = [self.key]
+        """Return the `state` input [A]: the plan's number, then the address of every buffer of every layer (0: none), int64; zeros fill it up."""
+        entries = [self.plan.number]
         for spec in self.plan.buffers:
             tensors = self.buffers.get(spec.name, [None] * self.plan.num_layers)
             entries += [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        entries += [0] * (self.plan.num_addresses - len(entries))
         return torch.tensor(entries, dtype=torch.int64, device=self.device)
 
     def scratch(self, key: Hashable, make: Callable[[], T]) -> T:

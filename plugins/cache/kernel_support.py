@@ -51,6 +51,13 @@ def captures(plan: CachePlan, layer: int, config: OpConfig, dtype: torch.dtype, 
     return runs_kernels(plan, config, dtype, device) and why_selects_in_torch(plan, layer) is None
 
 
+def captures_all(plan: CachePlan, device: torch.device) -> bool:
+    """Say whether the torch executor captures an engine's decode steps, as far as a plan tells."""
+    if gpu_ready(device) is not None or why_torch(plan) is not None:
+        return False
+    return all(why_selects_in_torch(plan, layer) is None for layer in range(plan.num_layers))
+
+
 def compacts_by_kernels(plan: CachePlan, device: torch.device) -> bool:
     """Say whether tokens are evicted from pages by kernels, and not in torch; where plans mix precisions, whether attention is counted by them."""
     return gpu_ready(device) is None and plan.evict is not None and plan.in_pages and why_torch(plan) is None

@@ -29,6 +29,11 @@ def kernels_for(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) 
     return list(dict.fromkeys(_kernels(plan, model, limits, arch)))
 
 
+def sampling_kernels(model: ModelConfig, arch: str) -> list[Spec]:
+    """List the kernels of an engine whose steps are TensorRT's own: those that choose tokens."""
+    return list(sampling.kernels(model.vocab_size, arch)) if int(arch) >= LEAST_CAPABILITY else []
+
+
 def _kernels(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> Iterator[Spec]:
     if int(arch) < LEAST_CAPABILITY:
         return

@@ -7,20 +7,28 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from plugins.cache.cache import Cache
+from plugins.config import OpConfig
 
-_current: ContextVar[Cache | None] = ContextVar("cache", default=None)
+Calls = list[tuple[int, OpConfig]]  # layer and configuration of plugins
+
+_current: ContextVar[tuple[Cache, Calls] | None] = ContextVar("cache", default=None)
 
 
 @contextmanager
-def bind(cache: Cache) -> Iterator[Cache]:
-    """Make a cache the one that plugins attach to while an execution context is created."""
-    token = _current.set(cache)
+def bind(cache: Cache) -> Iterator[Calls]:
+    """Make a cache the one that plugins attach to while an execution context is created; the list names those that did."""
+    calls: Calls = []
+    token = _current.set((cache, calls))
     try:
-        yield cache
+        yield calls
     finally:
         _current.reset(token)
 
 
-def current() -> Cache | None:
-    """Return the cache that plugins attach to now, or None during an engine build."""
-    return _current.get()
+def attach(layer: int, config: OpConfig) -> Cache | None:
+    """Return the cache that a plugin attaches to now, or None during an engine build."""
+    bound = _current.get()
+    if bound is None:
+        return None
+    bound[1].append((layer, config))
+    return bound[0]

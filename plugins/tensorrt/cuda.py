@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 
-_MAJOR, _MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+_MULTIPROCESSORS, _MAJOR, _MINOR = 16, 75, 76  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, _COMPUTE_CAPABILITY_MAJOR and _MINOR
 
 
 @cache
@@ -26,14 +26,31 @@ def device_count() -> int:
 
 def compute_capability(device: int = 0) -> str | None:
     """Return the compute capability of a device as written on command lines, "89" or "120"; None without such a device."""
-    driver, handle = _driver(), ctypes.c_int(0)
+    major, minor = (_attribute(which, device) for which in (_MAJOR, _MINOR))
+    return None if major is None or minor is None else f"{major}{minor}"
+
+
+def describe(device: int = 0) -> str | None:
+    """Name a GPU with its multiprocessors, of which a part of it (MIG) has fewer; None without such a device."""
+    driver, handle, name = _driver(), ctypes.c_int(0), ctypes.create_string_buffer(256)
+    if driver is None or driver.cuDeviceGet(ctypes.byref(handle), device) != 0 or driver.cuDeviceGetName(name, len(name), handle) != 0:
+        return None
+    return f"{name.value.decode(errors='replace')}, {_attribute(_MULTIPROCESSORS, device)} multiprocessors"
+
+
+def _attribute(which: int, device: int) -> int | None:
+    driver, handle, value = _driver(), ctypes.c_int(0), ctypes.c_int(0)
     if driver is None or driver.cuDeviceGet(ctypes.byref(handle), device) != 0:
         return None
-    major, minor = ctypes.c_int(0), ctypes.c_int(0)
-    for value, attribute in ((major, _MAJOR), (minor, _MINOR)):
-        if driver.cuDeviceGetAttribute(ctypes.byref(value), attribute, handle) != 0:
-            return None
-    return f"{major.value}{minor.value}"
+    return value.value if driver.cuDeviceGetAttribute(ctypes.byref(value), which, handle) == 0 else None
+
+
+def driver_version() -> str | None:
+    """Return the CUDA version that the driver supports, such as "13.0"; None without a driver."""
+    driver, version = _driver(), ctypes.c_int(0)
+    if driver is None or driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def zero_fill(pointer: int, size: int, stream: int) -> None:

@@ -169,9 +169,11 @@ class PluginLogic:
 
     def bind(self) -> None:
         """Take the cache that is bound on this thread; by a weak reference, because plugins outlive the engine that they belong to."""
-        from plugins.tensorrt.binding import current
+        from plugins.tensorrt.binding import attach
 
-        cache = current()
+        cache = attach(self.layer, self.config)
+        if cache is not None:
+            self.config.check(cache.plan, self.layer)
         self._cache = None if cache is None else weakref.ref(cache)
 
     def _run(self, input_desc: Sequence[Any], output_desc: Any, pointers: list[int], stream: int) -> None:

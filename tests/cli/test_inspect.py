@@ -9,7 +9,6 @@ from tests.console import Capture, complaint, output, printed
 from tests.tiny import TinyModel
 from tests.toy_graph import needs_rtx
 from trtkv import api
-from trtkv.diagnose.inspect import PlanEntry, first_profile, plan_schedule
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +56,10 @@ def test_fused_kernels_of_a_plan(tiny_llama: TinyModel, tmp_path: Path, capsys: 
     assert found["backend"].startswith("tensorrt_rtx ") and found["files"]["engine.plan"] > 10_000
     counts = {one["kernel"]: one["count"] for one in found["fused"]}
     assert (counts["custom_layer query"], counts["custom_layer attended"], counts["custom_layer selection"]) == (3, 3, 1)
-    assert counts["fully_connected qkv_out"] == 3
+    products = {name: count for name, count in counts.items() if name.startswith(("fully_connected", "runtime_fusion"))}
+    assert sum(products.values()) == 3 * 4 + 1 and sum(counts.values()) == len(found["schedule"])
+    assert counts["runtime_fusion o_out + attention_residual"] == counts["runtime_fusion down_out + residual"] + 1 == 3
+    assert found["notes"][0].startswith(f"TensorRT makes {len(found['schedule'])} launches a decode step: ")
     layers = [name for one in found["schedule"] for name in one["layers"]]
     positions = [layers.index(f"layers.{layer}.query") for layer in range(3)]
     assert positions == sorted(positions)
@@ -72,23 +74,3 @@ def test_damaged_and_missing_files(bare: Path, tmp_path: Path, capsys: Capture) 
     (copy / "graph.onnx").unlink()
     assert "is missing" in complaint(capsys, "inspect", copy)
     assert "is not an engine directory" in complaint(capsys, "inspect", tmp_path)
-
-
-LINE = '\n  {kind}={{ name="{name}" layers="{layers}" }}'
-
-
-def written(*entries: tuple[str, str, str]) -> bytes:
-    return b"\1\2" + "".join(LINE.format(kind=kind, name=name, layers=layers) for kind, name, layers in entries).encode() + b"\n\xff"
-
-
-def test_schedule_of_two_profiles() -> None:
-    one = [
-        ("function", "norm", "[ONNX Layer: a.square][ONNX Layer: a]"),
-        ("fully_connected", "qkv_U1", "[ONNX Layer: qkv]"),
-        ("custom_layer", "q_U2", "[ONNX Layer: q]"),
-    ]
-    entries = plan_schedule(written(*one, ("copy", "c", ""), *one))
-    assert entries[0] == PlanEntry("function", "norm", ("a.square", "a"))
-    assert [entry.name for entry in first_profile(entries)] == ["norm", "qkv_U1", "q_U2", "c"]
-    assert first_profile(entries[:3]) == entries[:3]
-    assert plan_schedule(b"a plan of full TensorRT") == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from tests.tiny import TinyModel, make_tiny
 from trtkv.api import build
 from trtkv.engine import targets
 from trtkv.engine.manifest import MANIFEST, check_files, read_manifest
+from trtkv.engine.native import native_sms
 from trtkv.engine.targets import KERNEL_SMS, PORTABLE_SMS, Targets, choose_targets, parse_sms
 from trtkv.errors import BuildError, EngineError
 
@@ -252,10 +254,30 @@ def test_a_requested_backend_must_support_one(monkeypatch: pytest.MonkeyPatch) -
     assert choose_targets(("80,90",), RTX, insisted=True) == Targets(("80",), ("80", "90"))
 
 
+@pytest.mark.parametrize(
+    ("words", "backend", "here", "fix"),
+    [
+        (("75",), RTX, None, "Add --dtype float16."),
+        (("89,7.5",), RTX, "89", "Add --dtype float16, or leave 75 out of --sm."),
+        ((), FULL, "75", "Add --dtype float16."),
+    ],
+)
+def test_turing_has_no_bfloat16(words: tuple[str, ...], backend: Any, here: str | None, fix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(targets.cuda, "compute_capability", lambda: here)
+    with pytest.raises(BuildError, match=f"cannot build bfloat16 for sm 75: such GPUs have none. {re.escape(fix)}$"):
+        choose_targets(words, backend, insisted=False, dtype="bfloat16")
+    assert "75" not in choose_targets((), RTX, insisted=False, dtype="bfloat16").plan
+
+
+def test_a_library_for_gpus_without_kernels_is_refused_by_their_name() -> None:
+    assert native_sms(Targets(("75",)), ("75",)) == ("75",)
+    assert native_sms(Targets(PORTABLE_SMS), ("None",)) == ()
+
+
 @pytest.mark.parametrize(("backend", "known"), [(RTX, "75, 80, 86, 89, 90, 120"), (None, "80, 89, 90, 120")])
 def test_a_gpu_that_nothing_builds_for(backend: Any, known: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nvrtc, "architectures", list)
-    with pytest.raises(BuildError, match=rf"nothing can be built for sm 61 here\. Choose among {known} with --sm"):
+    with pytest.raises(BuildError, match=rf"nothing can be built for sm 61 here: kernels need sm 80\. Choose among {known} with --sm"):
         choose_targets(("80,61",), backend, insisted=False)
 
 

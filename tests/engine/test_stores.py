@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,10 +35,12 @@ FORMATS = {
 PLAIN = {"full": 1, "lagkv": 1, "snapkv": 1, "pyramidkv": 3}  # policies that store tokens as they are: page groups
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TRTKV_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
+@pytest.fixture(scope="module", autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Give all tests one home: their plans are few."""
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("TRTKV_HOME", str(tmp_path_factory.mktemp("home")))
+        yield Path(os.environ["TRTKV_HOME"])
 
 
 @pytest.mark.trt

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
 from plugins.tensorrt import cuda
-from plugins.tensorrt.backend import Backend, MessageLog
+from plugins.tensorrt.backend import Backend, MessageLog, Messages
 from tests.toy_graph import build, graph, needs_rtx, profiles
 from trtkv.engine import tensorrt
 from trtkv.engine.progress import Fraction
@@ -170,9 +170,9 @@ def test_ctrl_c_ends_the_build() -> None:
     [
         (
             "90",
-            "does not support sm 90; it supports 75, 80, 86, 89.*For Hopper build with the full TensorRT .* or run the engine with --executor torch",
+            "does not support sm 90; it supports 75, 80, 86, 89.*Leave --backend out for the torch executor, or build on Hopper",
         ),
-        ("100", "does not support sm 100.*For Blackwell data centre"),
+        ("100", "does not support sm 100.*or build on Blackwell data centre GPUs"),
         ("61", "does not support sm 61.*Choose among these with --sm"),
         ("abc", "does not support sm abc"),
     ],
@@ -213,6 +213,13 @@ def test_node_that_tensorrt_does_not_know_is_named() -> None:
     with pytest.raises(BuildError, match=r"TensorRT cannot read node 'odd' \(Nonsense\): ") as caught:
         build(model.SerializeToString())
     assert "\n" not in str(caught.value)
+
+
+def test_parser_that_knows_no_plugins() -> None:
+    """That of TensorRT-RTX up to 1.6."""
+    error = SimpleNamespace(node_name=lambda: "layers.0.query", node_operator=lambda: "KvAppend", desc=lambda: "Op type KvAppend is not supported.")
+    found = tensorrt._parse_error(SimpleNamespace(num_errors=1, get_error=lambda index: error), Messages(), _full_tensorrt())
+    assert str(found) == "the ONNX parser of TensorRT 11.0 knows no plugins. Run: pip install -U 'trtkv[rtx]'"
 
 
 @needs

@@ -98,7 +98,7 @@ def check_append(manifest: Manifest, lengths: list[int], new: list[int], label: 
     out = torch.full((sum(new), heads_q * dim), torch.nan, dtype=dtype, device=DEV)
     tokens = NewTokens(qkv, positions, starts, rope, norms, model.rms_eps)
     append.launch(tokens, Target(keys, values, lens, table), GroupSummary(32, append.FIER, bits, meta), out, longest=max(new), overlap=True)
-    config = OpConfig(heads_q, heads, dim, dim**-0.5, model.rms_eps, 0, 0, "")
+    config = OpConfig(heads_q, heads, dim, dim**-0.5, model.rms_eps, 0, 0)
     own = tuple(one.cpu() for one in norms) if norms else None
     given = qkv.cpu(), positions.cpu(), rope.cpu()
     want_q, want_k, want_v = (one.to(DEV) for one in reference.append(*given, config, own))

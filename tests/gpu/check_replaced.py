@@ -105,7 +105,7 @@ class Case:
         """Attend with every layer's newest queries, and compare with exact attention."""
         sms = torch.cuda.get_device_properties(DEV).multi_processor_count
         scratch = launch_dense.DenseScratch.plan(self.group, self.dim, sms).allocate(DEV)
-        config = OpConfig(self.heads * self.group, self.heads, self.dim, self.scale, 0.0, 0, 0, "")
+        config = OpConfig(self.heads * self.group, self.heads, self.dim, self.scale, 0.0, 0, 0)
         for layer in range(self.layers):
             codes = launch_dense.Nibbles(*(self.stacks[name][layer] for name in launch_dense.NIBBLES))
             query = self.stacks["last_queries"][layer, self.slots.long()].flatten(1).contiguous()

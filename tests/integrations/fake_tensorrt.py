@@ -91,18 +91,23 @@ class ITensor:
         self.name, self.dtype, self.shape = name, dtype, tuple(shape)
 
 
+class LayerType(Enum):
+    PLUGIN_V3 = 0
+
+
 class Layer:
-    """An IPluginV3Layer: what the plugin says of its output."""
+    """An IPluginV3Layer: what the plugin says of its output, whose name does not follow the layer's."""
+
+    type, num_outputs = LayerType.PLUGIN_V3, 1
 
     def __init__(self, inputs: Sequence[ITensor], plugin: Any) -> None:
-        self.inputs, self.plugin, self.name = list(inputs), plugin, "(unnamed)"
+        self.inputs, self.plugin, self.name = list(inputs), plugin, "(Unnamed Layer*)"
         (dtype,) = plugin.get_output_data_types([one.dtype for one in inputs])
         (shape,) = plugin.get_output_shapes([DimsExprs(map(Dimension, one.shape)) for one in inputs], [], ExprBuilder())
-        self._output = ITensor("", dtype, [one.size for one in shape])
+        self._output = ITensor(f"{self.name}_output_0", dtype, [one.size for one in shape])
 
     def get_output(self, index: int) -> ITensor:
         assert index == 0
-        self._output.name = self.name
         return self._output
 
 

@@ -31,6 +31,17 @@ class Network:
         self.inputs: dict[str, Tensor] = {}
         self.outputs: dict[str, Any] = {}
         self.constants: list[np.ndarray] = []
+        self.modules: dict[Module, str] = {}  # paths, from the first module that is called
+        self.calls: list[Module] = []
+        self.names: dict[str, int] = {}
+
+    def set_layer_name(self, layer: Layer) -> None:
+        """Name a layer by the module that adds it and its kind, numbered, and its outputs by that."""
+        path = "/".join([*(self.modules.get(one, "").replace(".", "/") for one in self.calls[-1:]), layer.type.name])
+        self.names[path] = self.names.get(path, -1) + 1
+        layer.name = f"{path}_{self.names[path]}"
+        for index in range(layer.num_outputs):
+            layer.get_output(index).name = f"{layer.name}_output_{index}"
 
 
 _net: Network | None = None
@@ -98,6 +109,7 @@ def _wrap(name: str, dtype: DataType, shape: Sequence[int]) -> Tensor:
 
 def _create_tensor(trt_tensor: ITensor, producer: Layer) -> Tensor:
     assert isinstance(trt_tensor, ITensor) and isinstance(producer, Layer)
+    default_net().set_layer_name(producer)
     return Tensor(is_network_input=False, trt_tensor=trt_tensor)
 
 
@@ -119,7 +131,21 @@ class PositionEmbeddingType(IntEnum):
 
 class Module:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.forward(*args, **kwargs)
+        net = default_net()
+        net.modules = net.modules or dict(self.named_modules(type(self).__name__))
+        net.calls.append(self)
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            net.calls.pop()
+
+    def named_modules(self, path: str) -> Iterator[tuple[Module, str]]:
+        yield self, path
+        for name, value in vars(self).items():
+            parts = [(name, value)] if not isinstance(value, list) else [(f"{name}.{index}", one) for index, one in enumerate(value)]
+            for part, one in parts:
+                if isinstance(one, Module):
+                    yield from one.named_modules(f"{path}.{part}")
 
 
 class Parameter:

@@ -181,6 +181,10 @@ def test_engines_that_differ_have_other_cards(tiny_llama: TinyModel, tmp_path: P
     configs = [json.loads((card / "config.json").read_text()) for card in cards]
     assert cards[0] != cards[1] and configs[0] != configs[1] and configs[0]["max_position_embeddings"] == 320
     assert all((card / "tokenizer.json").read_bytes() == (tiny_llama.path / "tokenizer.json").read_bytes() for card in cards)
+    cards[0].parent.chmod(0o777)
+    with pytest.raises(EngineError, match="not this user's own"):
+        write_card(tmp_path / "full", read_manifest(tmp_path / "full"), None)
+    cards[0].parent.chmod(0o700)
     (tmp_path / "full" / "tokenizer.json").unlink()
     with pytest.raises(EngineError, match="has no tokenizer"):
         write_card(tmp_path / "full", read_manifest(tmp_path / "full"), None)

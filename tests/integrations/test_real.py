@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,8 @@ from trtkv import api
 from trtkv.config import Limits
 from trtkv.engine.directory import Request
 from trtkv.integrations.tensorrt_llm.build import Policy, build_via
-from trtkv.integrations.tensorrt_llm.surface import PLACES
+from trtkv.integrations.tensorrt_llm.models import models
+from trtkv.integrations.tensorrt_llm.surface import PLACES, load_surface
 
 pytestmark = [
     pytest.mark.tensorrt_llm,
@@ -77,3 +80,21 @@ def test_model_is_as_precise_as_the_torch_executor(kind: str, policy: str, tmp_p
     path = build_via(request, Policy(policy, budget)).path
     wide = api.build(str(tiny.path), policy, budget=budget, out=tmp_path / "wide", max_seq_len=256, backend="none", sms=["none"], dtype="float32")
     assert_as_precise(path, wide)
+
+
+@pytest.mark.gpu
+def test_quantized_products_run_in_a_process_that_has_not_imported_the_package(tmp_path: Path) -> None:
+    """W8A16: the plan holds TensorRT-LLM's own plugins."""
+    quantization = importlib.import_module("tensorrt_llm.models.modeling_utils").QuantConfig(quant_algo="W8A16")
+    tiny = make_tiny("qwen2", tmp_path / "model", dtype=torch.float16, hidden_size=256, intermediate_size=256, head_dim=64)
+    surface, limits = load_surface(), {"max_seq_len": 256, "max_batch_size": 2, "max_num_tokens": 128}
+    model = models().qwen.from_hugging_face(str(tiny.path), dtype="float16", quant_config=quantization, trtkv={"policy": "full"})
+    outputs = tmp_path / "engine_outputs"
+    outputs.mkdir()
+    surface.build(model, surface.build_config(max_input_len=256, max_beam_width=1, **limits)).save(str(outputs))
+    source, config, chosen = api.prepare(str(tiny.path), "full", None, (), None, None)
+    request = Request(source=source, model=config, policy=chosen, limits=Limits(max_seq_len=256, max_batch_size=2), out=tmp_path / "via")
+    path = build_via(request, Policy("full"), outputs).path
+    words = [sys.executable, "-m", "trtkv", "run", str(path), "Hello there", "--max-tokens", "4", "--executor", "tensorrt"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -66,8 +66,8 @@ class Check:
         self.host = NativeHost(folder / library.NAME, None, folder)
         self.callback, self.seen = CALLBACK(self.launched), list[dict[str, Any]]()
         self.expected: list[Call] = []
-        size = 1 + len(self.plan.buffers) * self.plan.num_layers
-        self.state = torch.arange(size, dtype=torch.int64) * 4096 + 4096
+        self.state = torch.arange(self.plan.num_addresses, dtype=torch.int64) * 4096 + 4096
+        self.state[0] = self.plan.number
 
     def launched(self, image: int, name: bytes, config: Any, parameters: Any, settings: Any) -> int:
         """Note one launch; how many parameters it has follows from what is expected."""
@@ -128,7 +128,7 @@ class Check:
         assert CLUSTER not in seen["attributes"] or seen["attributes"][CLUSTER][:3] == [call.cluster, 1, 1]
         most = binary.facts.get("shared", call.spec.shared)
         assert seen["settings"] == [min(most, 227 * 1024 - 1024), call.spec.shared_percent, int(major >= 9)]
-        for value, kind, (source, index, number) in zip(seen["values"], call.spec.types, call.arguments, strict=True):
+        for value, kind, (source, index, number) in zip(seen["values"], call.spec.types, call.values, strict=True):
             if source == SCRATCH:
                 first = scratch.setdefault(index, value - int(number))
                 assert value == first + number, (call.spec.title, index)
@@ -161,13 +161,17 @@ class Check:
                 said.append(str(error))
 
         good = config.to_json()
-        refused(inputs, out, good.replace(config.plan, "0123456789ab"))
+        refused(inputs, out, good.replace(f'"select_width": {config.select_width}', '"select_width": 77'))
+        twice = [torch.cat([one, one]) if one is inputs[6] else one for one in inputs]
+        refused(twice, out, good)
         narrow = [one[:, :, :-1].contiguous() if one is inputs[6] else one for one in inputs]
         refused(narrow, out, good)
         one = [given[:1] if given is inputs[0] else given for given in inputs]
         refused(one, out[:1], good)
-        short = [one[:-1].contiguous() if one is inputs[8] else one for one in inputs]
+        short = [one[: len(self.plan.buffers) * self.plan.num_layers].contiguous() if one is inputs[8] else one for one in inputs]
         refused(short, out, good)
+        other = [one + 1 if one is inputs[8] else one for one in inputs]
+        refused(other, out, good)
         self.device("75", 40)
         refused(inputs, out, good)
         self.device("90", 132)

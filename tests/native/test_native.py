@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from plugins.device import recording
+from plugins.device import nvrtc, recording
 from plugins.kernel_list import kernels_for
 from plugins.tensorrt.backend import ELF_MACHINES, RTX_LIBRARY, available, elf_alias
 from plugins.tensorrt.native import library, tables
@@ -21,7 +21,7 @@ from tests.native import host
 from tests.native.launches import MODEL, stand_in
 from trtkv.config import Limits
 from trtkv.engine.native import layout, record_native
-from trtkv.errors import BuildError
+from trtkv.errors import BuildError, CapacityError
 from trtkv.graph.decoder import build_decoder, op_config
 from trtkv.policies.registry import parse_policy
 from trtkv.presets import policy_presets
@@ -75,7 +75,7 @@ def test_the_blob_holds_every_kernel_once() -> None:
     specs = tables.specs_of(steps)
     blob = tables.pack(nodes, ["90"], steps, {spec: stand_in(spec) for spec in specs})
     assert blob.startswith(tables.MAGIC) and all(blob.count(spec.name.encode()) == 1 for spec in specs)
-    binaries, count = struct.unpack_from("<2I", blob, 8 + 14 * 4 + 8)
+    binaries, count = struct.unpack_from("<2I", blob, 8 + 14 * 4 + 16)
     assert count == len(specs)
     for index in range(count):
         start, size = struct.unpack_from("<2Q", blob, binaries + 16 * index)
@@ -85,7 +85,7 @@ def test_the_blob_holds_every_kernel_once() -> None:
 def test_the_layout_says_what_to_allocate() -> None:
     plan = nodes_of("freekv").plan
     first, *lines = layout(plan, LIMITS).splitlines()
-    assert first.split() == [str(one) for one in (4, plan.num_page_groups, plan.page_size, 4096 // plan.page_size, 2)]
+    assert first.split() == [str(one) for one in (int(plan.hash, 16), 65, 4, plan.num_page_groups, plan.page_size, 4096 // plan.page_size, 2)]
     assert [line.split()[0] for line in lines] == [spec.name for spec in plan.buffers]
     assert lines[-1] == "previous_query Z 2048 0111"
 
@@ -99,14 +99,44 @@ def test_without_headers_or_a_compiler_one_line_says_so(monkeypatch: pytest.Monk
         library.check()
 
 
+@pytest.mark.skipif(nvrtc.cuda_headers() is None, reason="CUDA's headers are not installed")
+@pytest.mark.parametrize(
+    ("says", "error", "words"),
+    [
+        ("", BuildError, "it gave no reason. Check .*cxx and TRTKV_TENSORRT_INCLUDE"),
+        ("undefined reference to 'x'\nld returned 1", BuildError, "does not compile: undefined reference to 'x'"),
+        ("fatal error: error writing to /tmp/x.s: No space left on device", CapacityError, "no space left for the native library, or in '"),
+    ],
+)
+def test_a_compiler_that_fails(says: str, error: type[Exception], words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compiler = tmp_path / "cxx"
+    compiler.write_text(f'#!/bin/sh\necho "$*" > "{tmp_path}/flags"\necho "{says}" | grep . >&2\nexit 1\n')
+    compiler.chmod(0o755)
+    (tmp_path / library.HEADER).touch()
+    monkeypatch.setenv(library.SETTING, str(tmp_path))
+    monkeypatch.setenv("CXX", f"{compiler} -march=native")
+    with pytest.raises(error, match=words):
+        library.compile_library(b"", tmp_path / library.NAME)
+    assert (tmp_path / "flags").read_text().startswith(f"-march=native -isystem{library.HERE}")
+
+
 @compiled
 @pytest.mark.parametrize("policy", ["fier", "freekv"])
 def test_the_library_launches_what_python_does(policy: str, tmp_path: Path) -> None:
-    """And says in a line what is wrong with a node of another plan, shapes that it has no table for, a GPU without kernels, a failing launch."""
+    """And says in a line what is wrong: nodes or a cache of another plan, shapes without a table, a GPU without kernels, a launch that fails."""
     done = subprocess.run([sys.executable, "-m", "tests.native.launches", policy, str(tmp_path)], check=True, capture_output=True, text=True)
     found = json.loads(done.stdout)
     assert found["launches"] > 200
-    expected = ["of plan", "'page_table' needs", "every sequence needs", "'state' needs", "the GPU is sm 75", "cannot be launched"]
+    expected = [
+        "has {",
+        "'page_table' needs 1 page",
+        "'page_table' needs 128 col",
+        "every sequence needs",
+        "'state' needs",
+        "another plan",
+        "the GPU is sm 75",
+        "cannot be launched",
+    ]
     assert len(found["said"]) == len(expected)
     assert all(part in line and "\n" not in line for part, line in zip(expected, found["said"], strict=True))
 

@@ -161,7 +161,7 @@ class Launches:
     def attend_list(self, q, keys, values, table, lens, chosen, out, *, unit, scale, cluster=0, overlap=False, settled=False) -> None:
         self.names.append("attend_list")
         heads, dim = keys.shape[1], keys.shape[3]
-        config = OpConfig(q.shape[1] // dim, heads, dim, scale, 0.0, 0, heads, "")
+        config = OpConfig(q.shape[1] // dim, heads, dim, scale, 0.0, 0, heads)
         for b, stored in enumerate(lens.tolist()):
             lists = None
             if chosen is not None and int(chosen[b, 0, -1]) >= 0:
@@ -178,7 +178,7 @@ class Launches:
 
     @staticmethod
     def flash(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        config = OpConfig(query.shape[1], keys.shape[0], query.shape[2], scale, 0.0, 0, 0, "")
+        config = OpConfig(query.shape[1], keys.shape[0], query.shape[2], scale, 0.0, 0, 0)
         row = SimpleNamespace(new=len(query), stored=keys.shape[1])
         return in_torch.attend_all(config, row, query, keys, values), torch.full((query.shape[1], len(query)), float("nan"))
 

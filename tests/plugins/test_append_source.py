@@ -61,7 +61,7 @@ def test_one_token_a_sequence(dim: int, summary: int, group: int, norm: bool, dt
     new, to = NewTokens(qkv, positions, starts, rope, norms, EPS), Target(keys, values, torch.tensor(lengths, dtype=torch.int32), table, homes)
     launch_token.launch(new, to, GroupSummary(group, summary, bits, meta), out, settled=settled, published=published)
 
-    config = OpConfig(HEADS_Q, HEADS_KV, dim, dim**-0.5, EPS, 0, 0, "")
+    config = OpConfig(HEADS_Q, HEADS_KV, dim, dim**-0.5, EPS, 0, 0)
     plain = reference.append(qkv, positions, rope, config, norms)
     exact = reference.append(qkv.double(), positions, rope.double(), config, None if norms is None else (norms[0].double(), norms[1].double()))
     written, closed = torch.zeros(keys.shape[:3], dtype=torch.bool), torch.zeros(bits.shape[:3], dtype=torch.bool)

@@ -150,7 +150,7 @@ def test_a_cache_attends_by_kernels_as_in_torch(name: str, monkeypatch: pytest.M
     """Two sequences read their prompts, one from its middle on, another is being answered."""
     own = ("gamma=0.2", "min_budget=16") if "flexprefill" in name else ("stride=4", "tau=0.5")
     sets = [f"prefill.{one}" for one in ("block=16", "dense_below=20", "dense_last=70", *own)]
-    plan, config = parse_policy(name, sets=sets).plan(MODEL), OpConfig(4, 2, 16, 0.25, 1e-6, 0, 4, "")
+    plan, config = parse_policy(name, sets=sets).plan(MODEL), OpConfig(4, 2, 16, 0.25, 1e-6, 0, 4)
     monkeypatch.setattr(launch, "BLOCKS", (16,))
     monkeypatch.setattr(attend, "attend_with_lse", lambda q, k, v, scale: pytest.fail("attention was dense"))
     cache = make_cache(plan, [24], 3)

@@ -108,7 +108,7 @@ def test_decode_steps_append_and_encode_what_they_complete(bits: int, group: int
     torch.manual_seed(bits)
     form, role = make_form(bits, group, residual, dim)
     pages, tables = make_pages(form, dim, dtype), torch.randperm(POOL)[:6].int().view(2, 3)
-    config = OpConfig(HEADS * GROUP, HEADS, dim, dim**-0.5, 1e-6, 0, 0, "")
+    config = OpConfig(HEADS * GROUP, HEADS, dim, dim**-0.5, 1e-6, 0, 0)
     slots, lens = torch.tensor([2, 0], dtype=torch.int32), [0, 0]
     rope = torch.randn(200, dim)
     norms = (torch.rand(dim).to(dtype), torch.rand(dim).to(dtype)) if dim == 64 else None
@@ -257,7 +257,7 @@ class Torch:
 
     def attend(self, q: Tensor, pages: launch.Pages, table: Tensor, lens: Tensor, slots: Tensor, out: Tensor, scratch: Any, **rest: Any) -> None:
         self.attended += 1
-        config = OpConfig(q.shape[1] // pages.dim, pages.heads, pages.dim, rest["scale"], 0.0, 0, 0, "")
+        config = OpConfig(q.shape[1] // pages.dim, pages.heads, pages.dim, rest["scale"], 0.0, 0, 0)
         for b, stored in enumerate(lens.tolist()):
             keys, values = reference.visible(pages, table[b], int(slots[b]), stored)
             out[b] = attention.attend(q[b].view(-1, pages.dim), keys, values, config).flatten()

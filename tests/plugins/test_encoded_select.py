@@ -87,7 +87,7 @@ class Lists(Torch):
         self, q: Tensor, pages: launch.Pages, table: Tensor, lens: Tensor, slots: Tensor, chosen: Tensor, out: Tensor, scratch: Any, *,
         unit: int, scale: float, overlap: bool = False,
     ) -> None:  # fmt: skip
-        config = OpConfig(q.shape[1] // DIM, HK, DIM, scale, 0.0, 0, HK, "")
+        config = OpConfig(q.shape[1] // DIM, HK, DIM, scale, 0.0, 0, HK)
         assert scratch.counters.shape == (len(lens), HK, 1)
         for b, stored in enumerate(lens.tolist()):
             keys, values = reference.visible(pages, table[b], int(slots[b]), stored)
@@ -104,7 +104,7 @@ class Twins:
         select = self.plan.select[1]
         assert select is not None and self.plan.select[0] is None
         self.select, self.each = select, HQ if select.pooling == "none" else HK
-        self.config = OpConfig(HQ, HK, DIM, DIM**-0.5, 1e-6, select.width, self.each, self.plan.hash)
+        self.config = OpConfig(HQ, HK, DIM, DIM**-0.5, 1e-6, select.width, self.each)
         self.width = self.plan.pages(LONGEST)
         self.wired = make_cache(self.plan, [SLOTS * self.width], SLOTS)
         self.held = make_cache(self.plan, [SLOTS * self.width], SLOTS, by_definition=True)

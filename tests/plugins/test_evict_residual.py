@@ -122,7 +122,7 @@ def make_both(policy: str, sets: tuple[str, ...]) -> tuple[GroupedCache, list[in
 
 def step_both(cache: GroupedCache, pages: list[int], caches: list[LayerCache], cuts: tuple[int, ...], decoded: int) -> Iterator[int]:
     """Give both the same keys and values, a prompt of 100 tokens in chunks and so many decode steps; yields the tokens seen after each."""
-    seen, groups, slot, ops = 0, cache.plan.num_page_groups, 1, OpConfig(2, 2, 64, 0.125, 1e-6, 0, 0, "")
+    seen, groups, slot, ops = 0, cache.plan.num_page_groups, 1, OpConfig(2, 2, 64, 0.125, 1e-6, 0, 0)
     rope = torch.cat([torch.ones(256, 32), torch.zeros(256, 32)], 1)
     for new in (*cuts, *[1] * decoded):
         seen += new

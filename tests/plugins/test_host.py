@@ -5,6 +5,7 @@ Over every TensorRT package that is installed, and over a stand-in with TensorRT
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,9 @@ class Toy:
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
-        self.plan, self.device = None, torch.device(DEVICE)
+        select = SimpleNamespace(width=CONFIG.select_width, pooling="max")
+        self.plan: Any = SimpleNamespace(policy="toy", num_layers=9, num_q_heads=2, num_kv_heads=1, head_dim=16, select=[select] * 9)
+        self.device = torch.device(DEVICE)
 
 
 @pytest.fixture(scope="module", params=["stand-in", *(pytest.param(name, marks=pytest.mark.trt) for name in NAMES)])
@@ -103,7 +106,7 @@ def test_timing_with_arbitrary_inputs_fills_zeros_and_touches_no_cache(package: 
     assert not out.any()
 
 
-CONFIGS = OpConfig(num_q_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, rms_eps=1e-6, select_width=8, select_heads=2, plan="none")
+CONFIGS = OpConfig(num_q_heads=4, num_kv_heads=2, head_dim=16, scale=0.25, rms_eps=1e-6, select_width=8, select_heads=2)
 
 
 def real_inputs(face: OpFace) -> tuple[list[Tensor], Tensor]:

@@ -69,7 +69,7 @@ def launch(
     norm: bool = False,
 ) -> Step:  # fmt: skip
     torch.manual_seed(dim + group)
-    config = OpConfig(HEADS_Q, HEADS_KV, dim, dim**-0.5, 1e-6, 0, 0, "")
+    config = OpConfig(HEADS_Q, HEADS_KV, dim, dim**-0.5, 1e-6, 0, 0)
     batch, pool = len(new), len(new) * MOST + 2
     table = torch.randperm(pool, dtype=torch.int32)[: batch * MOST].view(batch, MOST)
     keys = (torch.randn(pool, HEADS_KV, PAGE, dim) + torch.randn(HEADS_KV, 1, dim)).to(dtype)

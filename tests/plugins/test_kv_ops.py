@@ -38,7 +38,7 @@ def model(heads: int, kv: int, dim: int) -> ModelConfig:
 def config(one: ModelConfig, plan: CachePlan) -> OpConfig:
     chosen = plan.select[0]
     width, heads = (chosen.width, one.num_kv_heads if chosen.pooling != "none" else one.num_q_heads) if chosen else (0, 0)
-    return OpConfig(one.num_q_heads, one.num_kv_heads, one.head_dim, one.head_dim**-0.5, 1e-6, width, heads, plan.hash)
+    return OpConfig(one.num_q_heads, one.num_kv_heads, one.head_dim, one.head_dim**-0.5, 1e-6, width, heads)
 
 
 geometries = st.sampled_from([(4, 4, 16), (6, 2, 32), (7, 1, 16), (10, 2, 16)])

@@ -232,7 +232,7 @@ def test_attention_over_both_kinds(
     codes_of = launch_dense.Codes(lens[1], tables[1], *scales)
     launch_dense.attend_dense(query, keys, values, tables[0], lens[0], out, (shares, pending), scale=dim**-0.5, codes=codes_of)
     assert bool((shares == -1).all()) and not pending.any()
-    config = OpConfig(heads * group, heads, dim, dim**-0.5, 0.0, 0, 0, "")
+    config = OpConfig(heads * group, heads, dim, dim**-0.5, 0.0, 0, 0)
     for b in range(batch):
         rows = [x[tables[0, b].long()].transpose(0, 1).flatten(1, 2)[:, : plain[b]].double() for x in (keys, values)]
         k, v = (torch.cat([x, more[b]], 1) for x, more in zip(rows, decoded, strict=True))

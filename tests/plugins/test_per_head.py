@@ -241,12 +241,12 @@ def test_heads_attend_to_what_each_has(
     shares, pending = launch_dense.DenseScratch.plan(group, dim, blocks).allocate("cpu")
     launch_dense.attend_dense(query, keys, values, table, lens, out, (shares, pending), scale=dim**-0.5)
     assert bool((shares == -1).all()) and not pending.any()
-    config = OpConfig(heads * group, heads, dim, dim**-0.5, 0.0, 0, 0, "")
+    config = OpConfig(heads * group, heads, dim, dim**-0.5, 0.0, 0, 0)
     for b in range(batch):
         for h in range(heads):
             own = [x[table[h, b].long(), 0].flatten(0, 1)[: lengths[h][b]][None] for x in (keys, values)]
             asked = query[b].view(heads, group, dim)[h]
-            one = OpConfig(group, 1, dim, config.scale, 0.0, 0, 0, "")
+            one = OpConfig(group, 1, dim, config.scale, 0.0, 0, 0)
             exact = attend_reference.attend(asked.double(), own[0].double(), own[1].double(), one)
             rounded = torch.nn.functional.scaled_dot_product_attention(
                 asked[None, :, None], own[0][None].expand(1, group, -1, -1), own[1][None].expand(1, group, -1, -1), scale=config.scale
@@ -271,7 +271,7 @@ def test_a_token_that_is_only_just_written_is_read_after_waiting(rings: bool, pl
     out, scratch = torch.empty_like(query), launch_dense.DenseScratch.plan(group, dim, 3).allocate("cpu")
     launch_dense.attend_dense(query, keys, values, table, lens, out, scratch, scale=dim**-0.5, rings=rings)
     own = (x.view(heads, 94 * page, dim)[:, :length].double() for x in (keys, values))
-    config = OpConfig(heads * group, heads, dim, dim**-0.5, 0.0, 0, 0, "")
+    config = OpConfig(heads * group, heads, dim, dim**-0.5, 0.0, 0, 0)
     exact = attend_reference.attend(query.view(-1, dim).double(), *own, config)
     assert bool(torch.isfinite(out).all()) == right
     assert not right or float((out.view(-1, dim) - exact).abs().max()) <= 2.0**-9  # weights are rounded to 2^-11 of values below 4
@@ -296,7 +296,7 @@ def test_heads_append_at_their_own_ends(new: list[int], norm: bool) -> None:
     out = torch.full((sum(new), heads * group * dim), float("nan"))
     tokens, to = NewTokens(qkv, positions, starts, rope, norms, 1e-6), Target(keys, values, lens.int(), table, heads=heads)
     append_launch.launch(tokens, to, append_launch.NOTHING, out, longest=max(new))
-    config = OpConfig(heads * group, heads, dim, 1.0, 1e-6, 0, 0, "")
+    config = OpConfig(heads * group, heads, dim, 1.0, 1e-6, 0, 0)
     q, k, v = append_reference.append(qkv, positions, rope, config, norms)
     torch.testing.assert_close(out, q.flatten(1), atol=1e-5, rtol=1e-5)
     written = torch.zeros(keys.shape[:3], dtype=torch.bool)
@@ -336,7 +336,7 @@ def test_heads_append_in_rings() -> None:
     tokens = NewTokens(qkv, positions, torch.arange(batch + 1, dtype=torch.int32), rope, eps=1e-6)
     ringed = {"heads": heads, "slots": torch.tensor(slots, dtype=torch.int32), "rings": rings, "sink": sink}
     append_launch.launch(tokens, Target(keys, values, lens.t().int().contiguous(), table, **ringed), append_launch.NOTHING, out, longest=1)
-    q, k, v = append_reference.append(qkv, positions, rope, OpConfig(heads * group, heads, dim, 1.0, 1e-6, 0, 0, ""), None)
+    q, k, v = append_reference.append(qkv, positions, rope, OpConfig(heads * group, heads, dim, 1.0, 1e-6, 0, 0), None)
     torch.testing.assert_close(out, q.flatten(1), atol=1e-5, rtol=1e-5)
     for b in range(batch):
         for h in range(heads):

@@ -61,7 +61,7 @@ class InTorch(Torch):
         self.attended += 1
         keys, values = newest
         heads, dim = keys.shape[1], keys.shape[3]
-        config = OpConfig(q.shape[1] // dim, heads, dim, scale, 0.0, 0, 0, "")
+        config = OpConfig(q.shape[1] // dim, heads, dim, scale, 0.0, 0, 0)
         found = {name: getattr(codes, name)[None] for name in launch_dense.NIBBLES}
         stacks = launch.Stacks({**found, "keys": keys[None], "values": values[None]})
         for b, stored in enumerate(lens.tolist()):
@@ -192,7 +192,7 @@ def test_attention_over_nibbles(
     launch_dense.attend_replaced(query, newest, codes, table, lens, slots, out, (shares, pending), lse=lse, scale=dim**-0.5)
     assert bool((shares == -1).all()) and not pending.any()
     stacks = launch.Stacks({**{name: x[None] for name, x in named.items()}, "keys": newest[0][None], "values": newest[1][None]})
-    config = OpConfig(heads * group, heads, dim, dim**-0.5, 0.0, 0, 0, "")
+    config = OpConfig(heads * group, heads, dim, dim**-0.5, 0.0, 0, 0)
     for b, count in enumerate(stored):
         k, v = (x.double() for x in reference.visible(stacks, 0, table[b], int(slots[b]), count))
         asked = query[b].view(-1, dim)

@@ -70,7 +70,7 @@ class Twins:
         assert select is not None
         self.plan, self.select = plan, select
         heads = config.num_q_heads if select.pooling == "none" else config.num_kv_heads
-        self.config = OpConfig(config.num_q_heads, config.num_kv_heads, DIM, DIM**-0.5, 1e-6, select.width, heads, plan.hash)
+        self.config = OpConfig(config.num_q_heads, config.num_kv_heads, DIM, DIM**-0.5, 1e-6, select.width, heads)
         self.width = plan.pages(512)
         self.plain, self.wired = (make_cache(plan, [SLOTS * self.width], SLOTS) for _ in range(2))
         force_kernels(self.wired)

@@ -120,7 +120,7 @@ def test_every_retrieval_preset_is_captured(policy: str, monkeypatch: pytest.Mon
         dtype = "float16" if kv == 3 else "bfloat16"
         model = MODEL.model_copy(update={"num_q_heads": heads, "num_kv_heads": kv, "head_dim": dim, "dtype": dtype})
         one = parse_policy(policy).plan(model)
-        config = OpConfig(heads, kv, dim, 1.0, 1e-6, 0, 0, one.hash)
+        config = OpConfig(heads, kv, dim, 1.0, 1e-6, 0, 0)
         assert all(kernel_support.captures(one, layer, config, TORCH_DTYPES[dtype], torch.device("cuda")) for layer in range(4))
 
 
@@ -143,7 +143,7 @@ def test_what_is_selected_in_torch_is_said_and_not_captured(
     (line,) = kernel_support.in_torch(one)
     assert words in line and line.startswith("selection runs in torch, so decode steps are not captured")
     assert summary_of(one, 3) is None
-    config = OpConfig(model.num_q_heads, model.num_kv_heads, 128, 1.0, 1e-6, 0, 0, one.hash)
+    config = OpConfig(model.num_q_heads, model.num_kv_heads, 128, 1.0, 1e-6, 0, 0)
     captured = [kernel_support.captures(one, layer, config, torch.bfloat16, torch.device("cuda")) for layer in range(4)]
     assert captured == [select is None for select in one.select]
     assert kernel_support.runs_kernels(one, config, torch.bfloat16, torch.device("cuda"))
@@ -162,7 +162,7 @@ def test_heads_that_no_kernel_takes(policy: str, changes: dict[str, object], wor
     model = MODEL.model_copy(update=changes)
     one = parse_policy(policy).plan(model)
     assert kernel_support.in_torch(one) == [f"all operations on the cache run in torch: {words}"]
-    config = OpConfig(model.num_q_heads, model.num_kv_heads, model.head_dim, 1.0, 1e-6, 0, 0, one.hash)
+    config = OpConfig(model.num_q_heads, model.num_kv_heads, model.head_dim, 1.0, 1e-6, 0, 0)
     assert not kernel_support.fits(config, TORCH_DTYPES[model.dtype])
     assert not kernel_support.runs_kernels(one, config, TORCH_DTYPES[model.dtype], torch.device("cuda"))
     assert kernel_support.dense_below(one, 1, torch.device("cuda")) == 0

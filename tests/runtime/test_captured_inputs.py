@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,7 @@ from trtkv.runtime.device_sampler import PENDING, Ask
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.inputs import page_table, small_inputs
 from trtkv.runtime.llm import LLM
-from trtkv.runtime.rows import StepRow
+from trtkv.runtime.rows import Prepared, StepRow
 from trtkv.runtime.sampler import SamplingParams, settings_of
 
 MODEL = ModelConfig(
@@ -150,3 +152,32 @@ def test_a_captured_step_rebuilds_what_its_layers_share(tiny_llama: TinyModel, t
     stepper.run(rows)
     prompt, first, captured = shared
     assert first is not captured and first is not prompt
+
+
+def test_what_a_captured_step_holds_lives_as_long(tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its graph has the addresses of a TensorRT context's memory."""
+    rig, made = make_rig(tiny_llama, "full", tmp_path), []
+
+    class Held:
+        """Runs a step, and owns memory that it uses."""
+
+        def __init__(self, values: dict[str, torch.Tensor]) -> None:
+            self.values = values
+            made.append(weakref.ref(self))
+
+        def __call__(self) -> torch.Tensor:
+            return rig.executor.run(self.values)
+
+    monkeypatch.setattr(rig.executor, "prepare", lambda values: Prepared(Held(values)))
+    monkeypatch.setattr(graphs, "capture", lambda step, device, pool: (lambda: None, torch.zeros(1)))
+    monkeypatch.setattr(graphs, "new_pool", lambda: 0)
+    decode = graphs.DecodeGraphs(rig.executor, rig.cache, rig.stepper._width, rig.stepper._fixed)
+    rig.stepper.run([StepRow(list(range(40)), 0, 0, rig.pages(0), (39,), 40)])
+    rows = [StepRow([5], 40, 0, rig.pages(0), (0,), 40)]
+    rig.stepper._announce(rows)
+    decode.run(rows)
+    gc.collect()
+    assert len(made) == 1 and made[0]() is not None
+    del decode
+    gc.collect()
+    assert made[0]() is None

@@ -88,7 +88,7 @@ def test_graph_of_another_contract(engine: Path, change: Callable[[onnx.NodeProt
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda data: data.update(format=3, version="7.1.0"), "has engine format 3, this version runs format 2"),
+        (lambda data: data.update(format=4, version="7.1.0"), "has engine format 4, this version runs format 3"),
         (lambda data: data["cache_plan"].update(format=99) or data.update(version="7.1.0"), "the cache plan has format 99, this version reads"),
     ],
 )
@@ -99,9 +99,18 @@ def test_directory_of_a_newer_version(engine: Path, change: Callable[[dict[str, 
 
 
 def test_directory_of_the_old_format(engine: Path, capsys: Capture) -> None:
-    rewrite(engine, lambda data: data.update(format=1))
+    rewrite(engine, lambda data: data.update(format=2))
     line = complaint(capsys, "run", engine, "hello", "--device", "cpu")
-    assert "has engine format 1, this version runs format 2. Build the engine again: trtkv build --model" in line and "--force" in line
+    assert "has engine format 2, this version runs format 3. Build the engine again: trtkv build --model" in line and "--force" in line
+
+
+def test_graph_of_another_policy(engine: Path, tiny_llama: TinyModel, tmp_path: Path) -> None:
+    limits = {"max_seq_len": 128, "max_batch_size": 2, "max_chunk_tokens": 64}
+    other = build(str(tiny_llama.path), "full", out=tmp_path / "other", backend="none", sms=["none"], **limits)
+    shutil.copyfile(other / GRAPH, engine / GRAPH)
+    rewrite(engine, lambda data: data["files"].update({GRAPH: file_sha256(engine / GRAPH)}))
+    with pytest.raises(EngineError, match=rf"the nodes of layer 2 are not those of the policy 'fier'\. Build the engine again: {AGAIN}"):
+        open_engine(engine, Options(device="cpu"))
 
 
 def with_plan(engine: Path, **info: Any) -> None:

@@ -15,12 +15,15 @@ from torch import Tensor
 
 from plugins.tensorrt import plugin as plugin_module
 from plugins.tensorrt.backend import Backend, MessageLog
-from plugins.tensorrt.binding import current
+from plugins.tensorrt.binding import attach
 from plugins.tensorrt.recorder import Recorder
 from tests.toy_graph import needs_rtx
 from trtkv.engine import tensorrt as build_module
 from trtkv.errors import EngineError
+from trtkv.runtime import contexts as contexts_module
+from trtkv.runtime import row_executor
 from trtkv.runtime import tensorrt as runtime
+from trtkv.runtime.contexts import Contexts
 from trtkv.runtime.tensorrt import DECODE, PREFILL, TensorrtExecutor
 
 # What TensorRT's objects are called in the modules that use them.
@@ -42,7 +45,10 @@ CLASSES = {
 }
 
 
-def used_attributes(module: Any) -> set[tuple[str, str]]:
+OF_CONTEXTS = {"config": "IRuntimeConfig", "create_runtime_config": "IRuntimeConfig", "cache": "IRuntimeCache", "_trt": ""}
+
+
+def used_attributes(module: Any, classes: dict[str, str]) -> set[tuple[str, str]]:
     """List (TensorRT class, attribute) of everything that a module reads of TensorRT's objects."""
     found = set()
     for node in ast.walk(ast.parse(inspect.getsource(module))):
@@ -50,19 +56,20 @@ def used_attributes(module: Any) -> set[tuple[str, str]]:
             owner = node.value
             owner = owner.value if isinstance(owner, ast.Subscript) else owner.func if isinstance(owner, ast.Call) else owner
             name = owner.attr if isinstance(owner, ast.Attribute) else owner.id if isinstance(owner, ast.Name) else ""
-            if name in CLASSES:
-                found.add((CLASSES[name], node.attr))
+            if name in classes:
+                found.add((classes[name], node.attr))
     return found
 
 
 @pytest.mark.trt
 @needs_rtx
-@pytest.mark.parametrize(("module", "least"), [(runtime, 15), (build_module, 15), (plugin_module, 10)])
+@pytest.mark.parametrize(("module", "least"), [(runtime, 15), (contexts_module, 8), (build_module, 15), (plugin_module, 10), (row_executor, 3)])
 def test_every_attribute_used_of_tensorrt_exists(module: Any, least: int) -> None:
     import tensorrt_rtx as trt
 
-    skip = {("IBuilderConfig", "to_json")} if module is plugin_module else set()  # there `config` is the op's
-    used = used_attributes(module) - skip
+    classes = CLASSES | (OF_CONTEXTS if module is contexts_module else {})
+    skip = {("IBuilderConfig", "to_json"), ("IBuilderConfig", "check")} if module is plugin_module else set()  # there `config` is the op's
+    used = used_attributes(module, classes) - skip
     assert len(used) >= least
     missing = [(owner, name) for owner, name in used if not hasattr(getattr(trt, owner) if owner else trt, name)]
     assert missing == []
@@ -75,6 +82,8 @@ def test_enumerations_have_the_members_used() -> None:
 
     assert hasattr(trt.ExecutionContextAllocationStrategy, "USER_MANAGED")
     assert hasattr(trt.TensorIOMode, "INPUT")
+    assert hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION") and hasattr(trt.CudaGraphStrategy, "DISABLED")
+    assert all(hasattr(trt.DynamicShapesKernelSpecializationStrategy, name) for name in ("EAGER", "LAZY"))
     assert all(hasattr(trt.DataType, name) for name in runtime.TORCH_NAMES)
 
 
@@ -125,7 +134,7 @@ class Engine:
         assert strategy == "user"
         if self.refuse_context:
             return None
-        self.contexts.append(Context(self, current()))
+        self.contexts.append(Context(self, attach(0, None)))
         return self.contexts[-1]
 
 
@@ -199,12 +208,17 @@ TABLE = torch.arange(30, dtype=torch.bfloat16).view(10, 3)
 class Setup:
     def __init__(self, **bindings: Tensor) -> None:
         self.engine, self.log, self.recorder = Engine(), MessageLog(), Recorder()
-        self.cache = SimpleNamespace(device=torch.device("cpu"))
+        captures = lambda *call: self.captures  # noqa: E731
+        tier, plan = SimpleNamespace(captures=True), SimpleNamespace(kv_dtype="bfloat16")
+        self.cache = SimpleNamespace(device=torch.device("cpu"), join=lambda: None, captures=captures, tier=tier, plan=plan)
+        self.captures = True
         self.bindings = {"table": TABLE, **bindings}
+        self.largest = {name: ranges[-1][2] for name, ranges in self.engine.RANGES.items()}
 
     def executor(self) -> TensorrtExecutor:
         backend = Backend("tensorrt", "11.0", TRT, None, self.log)
-        return TensorrtExecutor(self.engine, backend, self.cache, self.bindings, self.recorder, Lane())
+        contexts = Contexts(self.engine, backend)
+        return TensorrtExecutor(self.engine, backend, self.cache, self.bindings, self.recorder, Lane(), contexts, self.largest)
 
 
 def step(tokens: list[int], sequences: int, rows: list[int], *, pages: int = 1, rope: Tensor | None = None) -> dict[str, Tensor]:
@@ -255,7 +269,7 @@ def test_contexts_are_made_in_the_session_and_share_their_memory() -> None:
     assert contexts[0].memory == contexts[1].memory
     assert contexts[0].memory is not None
     assert contexts[0].memory[1] == 64
-    assert current() is None
+    assert attach(0, None) is None
 
 
 def test_repeated_steps_set_neither_shapes_nor_addresses() -> None:
@@ -290,6 +304,45 @@ def test_results_stay_when_the_next_step_runs() -> None:
     assert torch.equal(first, kept)
 
 
+def test_a_prepared_step_has_a_context_of_its_own_that_reads_its_inputs_where_they_lie() -> None:
+    setup = Setup()
+    executor, rope = setup.executor(), torch.full((8,), 2.0)
+    steps = [(step([3, 1], 2, [0, 1], pages=pages, rope=rope)) for pages in (1, 3)]
+    runs = [executor.prepare(inputs).run for inputs in steps]
+    own = setup.engine.contexts[2:]
+    assert len(own) == 2 and all(context.profile == DECODE and context.memory == setup.engine.contexts[0].memory for context in own)
+    for context, inputs in zip(own, steps, strict=True):
+        assert all(context.addresses[name] == tensor.data_ptr() for name, tensor in inputs.items())
+        context.calls.clear()
+    for tokens in ([3, 1], [8, 9], [2, 2]):
+        for inputs, run in zip(steps, runs, strict=True):
+            inputs["token_ids"].copy_(torch.tensor(tokens))
+            assert torch.equal(run(), expected(inputs))
+        other = step([5, 6, 7], 1, [2], rope=rope)
+        assert torch.equal(executor.run(other), expected(other))
+    assert all(context.calls == ["execute"] * 3 for context in own), "a context whose launches are in a CUDA graph may not change"
+
+
+def test_a_prepared_step_copies_what_tensorrt_cannot_read() -> None:
+    executor = Setup().executor()
+    inputs = step([3, 1], 2, [0, 1])
+    inputs["token_ids"], inputs["page_table"] = inputs["token_ids"].long(), torch.ones(2, 4, 2, dtype=torch.int32)[:, ::2]
+    run = executor.prepare(inputs).run
+    for tokens in ([3, 1], [8, 9]):
+        inputs["token_ids"].copy_(torch.tensor(tokens))
+        inputs["page_table"] += 1
+        assert torch.equal(run(), expected(inputs))
+
+
+def test_steps_are_captured_where_every_plugin_needs_nothing_from_the_host() -> None:
+    setup = Setup()
+    assert setup.executor().capturable
+    setup.captures = False
+    assert not setup.executor().capturable
+    setup.captures, setup.cache.tier.captures = True, False
+    assert not setup.executor().capturable
+
+
 def test_a_batch_of_single_tokens_beyond_decode_uses_prefill() -> None:
     setup = Setup()
     setup.engine.RANGES = {**Engine.RANGES, "token_ids": [((1,), (2,), (2,)), ((1,), (16,), (16,))]}
@@ -303,6 +356,17 @@ def test_step_beyond_the_limits_names_the_input() -> None:
     with pytest.raises(EngineError, match=r"the step's 'token_ids' has shape \(17,\), this engine takes up to \(16,\)"):
         executor.run(step([0] * 17, 4, [0]))
     assert executor.run(step([1], 1, [0])).shape == (1, 3)
+
+
+def test_buffers_are_as_large_as_the_caches_steps_although_the_plan_takes_more() -> None:
+    """Other policies share it; one with page tables of one group does not allocate those of many."""
+    setup = Setup()
+    setup.largest = {**setup.largest, "page_table": (2, 4, 3)}
+    executor, inputs = setup.executor(), step([3, 1], 2, [0, 1], pages=3)
+    assert executor.buffers["page_table"].numel() == 24
+    assert torch.equal(executor.run(inputs), expected(inputs))
+    with pytest.raises(EngineError, match=r"'page_table' has shape \(2, 1, 4\), this engine takes up to \(2, 4, 3\)"):
+        executor.run(step([3], 1, [0], pages=4))
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from trtkv.runtime.llm import LLM
 from trtkv.runtime.sampler import SamplingParams, StopChecker
 from trtkv.runtime.tokenizer import BAD
 from trtkv.serve.app import Settings
+from trtkv.serve.keys import KeyRing
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0, "max_tokens": 10, "ignore_eos": True}
@@ -257,7 +258,7 @@ def test_bodies_that_are_no_requests(llm: LLM, content: bytes, kind: str, status
 
 
 def test_keys_let_in_and_keep_out(llm: LLM) -> None:
-    with client({"tiny": llm}, Settings(api_keys=["first", "second"])) as api:
+    with client({"tiny": llm}, Settings(KeyRing(["first", "second"]))) as api:
         for key, status in (("first", 200), ("second", 200), ("third", 401), ("", 401), ("först", 401)):
             headers = {"authorization": f"Bearer {key}".encode()}
             assert api.post(TEXT, json=PLAIN, headers=headers).status_code == status
@@ -278,14 +279,14 @@ def test_whose_requests_share_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(llm.batcher, "submit", noting)
     for keys, body in (((), PLAIN), ((), {**PLAIN, "user": "me"}), (("k",), {**PLAIN, "user": "me"}), (("j", "k"), {**PLAIN, "user": "me"})):
-        with client({"tiny": llm}, Settings(api_keys=keys)) as api:
+        with client({"tiny": llm}, Settings(KeyRing(keys))) as api:
             assert api.post(TEXT, json=body, headers={"authorization": "Bearer k"}).status_code == 200
     assert tenants == ["", "me", "me", "key 2"]
 
 
 def test_origins(llm: LLM) -> None:
     ask = {"origin": "https://chat.example.org", "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
-    with client({"tiny": llm}, Settings(api_keys=["k"], origins=["https://chat.example.org"])) as api:
+    with client({"tiny": llm}, Settings(KeyRing(["k"]), origins=["https://chat.example.org"])) as api:
         assert api.options(CHAT, headers=ask).headers["access-control-allow-origin"] == "https://chat.example.org"
         assert api.options(CHAT, headers={**ask, "origin": "https://evil.example.org"}).status_code == 400
     with client({"tiny": llm}) as api:

@@ -16,6 +16,7 @@ from tests.tiny import TinyModel
 from trtkv.runtime.llm import LLM
 from trtkv.serve.app import Settings
 from trtkv.serve.gauges import Gauges
+from trtkv.serve.keys import KeyRing
 
 FILES = sorted(one.name for one in PAGE.iterdir())
 TEXTS = {name: (PAGE / name).read_text() for name in FILES}
@@ -41,7 +42,7 @@ def test_only_the_page_s_files_may_run(api: TestClient) -> None:
 
 
 def test_the_page_needs_no_key_and_no_other_host(llm: LLM) -> None:
-    with client({"tiny": llm}, Settings(api_keys=["k"])) as api:
+    with client({"tiny": llm}, Settings(KeyRing(["k"]))) as api:
         assert {api.get(path).status_code for path in ("/", "/page/chat.js")} == {200} and api.get("/status").status_code == 401
     for name, text in TEXTS.items():
         outside = set(re.findall(r"(?:https?:)?//[\w.-]+\.\w+", text)) - {"http://www.w3.org"}

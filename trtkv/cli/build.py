@@ -37,6 +37,7 @@ def build(
     tp: Count = 1,
     native: bool = False,
     self_contained: bool = False,
+    attention: str = "plugins",
     via: str | None = None,
     force: bool = False,
     json: bool = False,
@@ -60,6 +61,7 @@ def build(
         tp: GPUs that share the KV heads of every layer; the engine then runs on so many.
         native: Write the plugins as a C++ library, too, with which TensorRT runs the plan without Python.
         self_contained: Write a plan that holds this library, too, so that one file runs alone.
+        attention: plugins for trtkv's kernels; native for TensorRT's own layers, which run the policy full without plugins or the torch executor.
         via: tensorrt-llm lets TensorRT-LLM 1.2.x build the plan from its own model definition, weights inside; tensorrt-llm:DIRECTORY takes what
             trtllm-build wrote there.
         force: Build again even if the directory is up to date.
@@ -69,6 +71,7 @@ def build(
     from plugins.cache.formats import find_format
     from trtkv import api
     from trtkv.cli.via import build_via
+    from trtkv.engine.compile_kernels import older_gpus
     from trtkv.engine.manifest import PLAN, read_manifest
 
     begun = perf_counter()
@@ -89,6 +92,7 @@ def build(
             tp=tp,
             native=native,
             self_contained=self_contained,
+            attention=attention,
             force=force,
             progress=report,
         )
@@ -102,6 +106,7 @@ def build(
         "sms": list(info.sms) if info else [],
         "plan_bytes": (path / PLAN).stat().st_size if info else 0,
         "build_s": info.seconds if info else 0.0,
+        "plan_found": bool(info and info.found),
         "kernels": len(kernels.files) if kernels else 0,
         "kernel_sms": list(kernels.sms) if kernels else [],
         "kernel_bytes": sum(one.size_bytes for one in kernels.files) if kernels else 0,
@@ -115,10 +120,14 @@ def build(
         print_json(facts)
     else:
         print_facts({key: value for key, value in facts.items() if value != 0})
+    if info and info.found:
+        notes.print("The TensorRT plan is that of an earlier build, to which TensorRT was given the same; --force builds it anew.")
     if manifest.plan_missing:
         notes.print(f"The directory holds no TensorRT plan: {manifest.plan_missing}.")
     if manifest.kernels_missing:
         notes.print(f"GPU kernels compile at the first run instead: {manifest.kernels_missing} here (pip install 'trtkv[gpu]').", markup=False)
+    for line in older_gpus(manifest):
+        notes.print(line)
     if manifest.checkpoint is None:
         notes.print(f"No weights yet: run trtkv pull {manifest.model_name}, or run the engine with --weights random.")
     if not json:

@@ -69,7 +69,7 @@ def evaluate(
         dtype: float32, float16 or bfloat16; the checkpoint's by default.
         weights: Checkpoint directory; the model's or engine's by default.
         device: auto, cpu, cuda or cuda:N.
-        executor: auto (TensorRT where an engine has it, else torch), torch or tensorrt.
+        executor: auto (torch where it captures steps, else TensorRT where an engine has it), torch or tensorrt.
         batch: Sequences at once; changes no result but the time.
         chunk_tokens: Read prompts in chunks of so many tokens; whole by default. Policies that evict meanwhile answer otherwise.
         jobs: Processes that share the cells.

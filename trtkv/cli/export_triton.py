@@ -44,7 +44,7 @@ def export_triton(
         weights: Checkpoint directory as Triton will see it, or random; the one that the engine was built from by default.
         copy_weights: Copy the checkpoint's safetensors into the repository, so that nothing outside it is needed.
         device: auto, cpu, cuda or cuda:N.
-        executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
+        executor: auto (torch where it captures steps, else TensorRT where it runs), torch or tensorrt.
         cache_gib: Memory for the KV cache of each model in GiB; what is free by default.
         offload: Store pages in host memory, for policies that select pages or tokens, such as freekv, quest and fier.
         max_waiting: Sequences that may wait beyond those that run; the rest is refused as UNAVAILABLE.

@@ -45,7 +45,8 @@ def inspect(engine: Path, /, *, layers: bool = False, json: bool = False) -> Non
         print_table(["kernel", "sm", "files", "size"], rows, title="GPU kernels")
     if found["fused"]:
         print()
-        print_table(["fused by TensorRT", "count"], [[one["kernel"], one["count"]] for one in found["fused"]], title="Plan")
+        rows = [[one["kernel"], ", ".join(one["layers"]), one["count"]] for one in found["fused"]]
+        print_table(["fused by TensorRT", "layers of the graph", "count"], rows, title="Decode profile of the plan")
     if layers:
         _print_layers(found)
     for line in found["notes"]:

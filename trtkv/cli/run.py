@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import App, Parameter
 
 from trtkv.cli.history import line_editing
+from trtkv.cli.opening import Opening
 from trtkv.cli.output import notes, print_json, progress
-from trtkv.cli.values import Amount, Cosine, Count, GiB, GiBOrNone, Part, Seed, Share, Temperature, adapters_of, bytes_of, host_bytes, recall_engine
+from trtkv.cli.values import Amount, Cosine, Count, Part, Seed, Share, Temperature, adapters_of
 from trtkv.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -32,17 +33,9 @@ def run(
     prompt_file: Annotated[list[Path] | None, Parameter(name="--prompt-file")] = None,
     chat: bool = False,
     system: str | None = None,
-    weights: str | None = None,
-    device: str = "auto",
-    executor: str = "auto",
-    cache_gib: GiB | None = None,
+    opening: Opening = Opening(),  # noqa: B008
     dense_below: Amount | None = None,
-    offload: bool = False,
-    host_gib: GiB | None = None,
-    recall: str | None = None,
-    kv_disk: Path | None = None,
     adapter: str | None = None,
-    swap_gib: GiBOrNone | None = None,
     max_tokens: Count = 128,
     temperature: Temperature = 0.0,
     top_k: Amount = 0,
@@ -66,17 +59,9 @@ def run(
         prompt_file: File with a prompt; may be repeated: the prompts share the batch. - is standard input.
         chat: Wrap the prompt in the checkpoint's chat template; without a prompt, a conversation line by line (/reset, /exit).
         system: System message for --chat.
-        weights: Checkpoint directory, or random; the one that the engine was built from by default.
-        device: auto, cpu, cuda or cuda:N.
-        executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
-        cache_gib: Memory for the KV cache in GiB; what is free by default.
+        opening: How the engine is opened.
         dense_below: Read sequences of up to so many tokens whole, whatever the budget; by default where a GPU does that as fast as selecting.
-        offload: Store pages in host memory, for policies that select pages or tokens, such as freekv, quest and fier.
-        host_gib: Host memory that --offload may take in GiB; most of what is free by default.
-        recall: With --offload, what moves pages: kernel, copies (the copy engine), or auto, which measures both when the engine is opened.
-        kv_disk: Directory that stores the pages of prompts, so that a later prompt that begins alike need not compute them.
         adapter: Directory of the LoRA adapter that answers, as PEFT saves it.
-        swap_gib: Host memory in GiB for preempted sequences, allocated when needed; as much as the cache by default, 0 recomputes them.
         max_tokens: Longest answer.
         temperature: 0 takes the likeliest token.
         top_k: Draw from the k likeliest tokens; 0 is off.
@@ -113,20 +98,12 @@ def run(
     with progress("open") as report:
         llm = LLM(
             engine,
-            weights=weights,
-            device=device,
-            executor=executor,
-            cache_bytes=bytes_of(cache_gib),
+            **opening.options(),
             dense_below=dense_below,
-            offload=offload,
-            host_bytes=host_bytes(host_gib, offload),
-            recall=recall_engine(recall, offload),
-            kv_disk=kv_disk,
-            swap_bytes=bytes_of(swap_gib),
             adapters=adapters,
             progress=report,
         )
-    if not quiet and executor == "auto" and llm.engine.plan_unused:
+    if not quiet and opening.executor == "auto" and llm.engine.plan_unused:
         notes.print(f"TensorRT does not run this engine's plan: {llm.engine.plan_unused}.", markup=False)
     for line in () if quiet else (llm.recall_line, llm.engine.adapters.line):
         if line:

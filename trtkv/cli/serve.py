@@ -14,22 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, Parameter
 
+from trtkv.cli.opening import Opening
 from trtkv.cli.output import notes, print_json, progress
-from trtkv.cli.values import (
-    Amount,
-    Count,
-    GiB,
-    GiBOrNone,
-    MiB,
-    Milliseconds,
-    Port,
-    Seconds,
-    Wait,
-    adapters_of,
-    bytes_of,
-    host_bytes,
-    recall_engine,
-)
+from trtkv.cli.values import Amount, Count, MiB, Milliseconds, Port, Seconds, Wait, adapters_of
 from trtkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -54,16 +41,8 @@ def serve(
     triton: Annotated[bool, Parameter(negative="--no-triton")] = True,
     triton_env: Path | None = None,
     triton_ports: str = "auto",
-    weights: str | None = None,
-    device: str = "auto",
-    executor: str = "auto",
-    cache_gib: GiB | None = None,
-    offload: bool = False,
-    host_gib: GiB | None = None,
-    recall: str | None = None,
-    kv_disk: Path | None = None,
+    opening: Opening = Opening(),  # noqa: B008
     adapter: Annotated[list[str] | None, Parameter(negative=())] = None,
-    swap_gib: GiBOrNone | None = None,
     itl_ms: Milliseconds | None = None,
     served_model_name: list[str] | None = None,
     api_key: list[str] | None = None,
@@ -95,16 +74,8 @@ def serve(
         triton: Run the engines in Triton Inference Server (extra trtkv[triton]), or with --no-triton in this process.
         triton_env: Virtual environment with trtkv[triton], where this one has none.
         triton_ports: HTTP, gRPC and metrics ports of Triton on 127.0.0.1, three for every engine, joined by commas; free ones by default.
-        weights: Checkpoint directory, or random; the ones that the engines were built from by default.
-        device: auto, cpu, cuda or cuda:N.
-        executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
-        cache_gib: Memory for the KV cache of each engine in GiB; what is free by default.
-        offload: Store pages in host memory, for policies that select pages or tokens, such as freekv, quest and fier.
-        host_gib: Host memory that --offload may take for each engine in GiB; most of what is free by default.
-        recall: With --offload, what moves pages: kernel, copies (the copy engine), or auto, which measures both when an engine is opened.
-        kv_disk: Directory that stores the pages of prompts, so that a later prompt that begins alike need not compute them.
+        opening: How engines are opened.
         adapter: LoRA adapter as PEFT saves it, NAME=DIRECTORY, served as a model of that name (the directory's if it is left out); may be repeated.
-        swap_gib: Host memory in GiB for preempted sequences, allocated when needed; as much as each cache by default, 0 recomputes them.
         itl_ms: Milliseconds between two tokens of an answer that others' prompts may cost at most: chunks of prompts are sized by it.
         served_model_name: A model's name instead of its directory's; one for every engine, in their order.
         api_key: Key that clients must send; may be repeated. The environment variable TRTKV_API_KEY adds one.
@@ -147,10 +118,7 @@ def serve(
     models = [*names, *adapters]
     ring, tls = KeyRing(_keys(api_key), api_keys), check_tls(tls_cert, tls_key)
     traces = Traces.to(otlp_endpoint) if otlp_endpoint else None
-    options: dict[str, Any] = {"weights": weights, "device": device, "executor": executor, "cache_bytes": bytes_of(cache_gib)}
-    options |= {"offload": offload, "host_bytes": host_bytes(host_gib, offload), "recall": recall_engine(recall, offload)}
-    options |= {} if triton else {"adapters": adapters}
-    options |= {"kv_disk": kv_disk, "swap_bytes": bytes_of(swap_gib), "itl_ms": itl_ms}
+    options = {**opening.options(), "itl_ms": itl_ms, **({} if triton else {"adapters": adapters})}
     own = listen(host, port)
     address = f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{own.getsockname()[1]}"
     if not ring.any and not _is_local(host):
@@ -164,7 +132,7 @@ def serve(
 
     # Without a key, what only this machine should reach must not answer web pages whose name was pointed to it.
     hosts = () if ring.any or not _is_local(host) else ("localhost", "127.0.0.1", "::1", host.lower())
-    settings = Settings((), cors or [], int(max_body_mib * 2**20), hosts, parsers, ring, read_s, traces)
+    settings = Settings(ring, cors or [], int(max_body_mib * 2**20), hosts, parsers, read_s, traces)
     if triton:
         from trtkv.serve.triton_backend import start_triton
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 
-from trtkv.errors import ConfigError, UnknownName
+from trtkv.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -90,24 +90,6 @@ def adapters_of(texts: Sequence[str] | None, engines: Collection[str] = ()) -> d
     return found
 
 
-def recall_engine(recall: str | None, offload: bool) -> str:
-    """Return what moves the pages of --offload; raises ConfigError without --offload and UnknownName for what is none."""
-    from trtkv.runtime.host_memory import ENGINES
-
-    if recall is not None and recall not in ENGINES:
-        raise UnknownName("recall", recall, ENGINES)
-    if recall is not None and not offload:
-        raise ConfigError(f"--recall {recall} is for --offload, which is missing", "Add --offload, or leave --recall out.")
-    return recall or "auto"
-
-
 def bytes_of(gib: float | None) -> int | None:
     """Return the bytes of a size in GiB, None for the default."""
     return None if gib is None else int(gib * 2**30)
-
-
-def host_bytes(host_gib: float | None, offload: bool) -> int | None:
-    """Return the bytes of host memory that --offload may take, None for what is free; raises ConfigError without --offload."""
-    if host_gib is not None and not offload:
-        raise ConfigError(f"--host-gib {host_gib} is for --offload, which is missing", "Add --offload, or leave --host-gib out.")
-    return bytes_of(host_gib)

@@ -26,6 +26,7 @@ def build_via(
     tp: int,
     native: bool,
     self_contained: bool,
+    attention: str,
     force: bool,
     progress: Callable[[str, float], None],
 ) -> Path:
@@ -35,7 +36,8 @@ def build_via(
     from trtkv.integrations.tensorrt_llm import build as through
 
     taken = through.parse_via(via)
-    for flag, given in (("--rope-scaling", rope_scaling), ("--backend", backend), ("--tp", tp > 1), ("--native", native or self_contained)):
+    others = (("--rope-scaling", rope_scaling), ("--backend", backend), ("--tp", tp > 1), ("--attention", attention != "plugins"))
+    for flag, given in (*others, ("--native", native or self_contained)):
         if given:
             raise BuildError(f"{flag} does not go with --via {through.VIA}", "Leave one of them out.")
     source, config, chosen = api.prepare(model, policy, budget, sets, dtype, None)

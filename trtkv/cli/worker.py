@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from cyclopts import App, Parameter
 
+from trtkv.cli.opening import Opening
 from trtkv.cli.output import notes, progress
-from trtkv.cli.values import Amount, Count, GiB, GiBOrNone, Milliseconds, bytes_of, host_bytes, recall_engine
+from trtkv.cli.values import Amount, Count, Milliseconds
 from trtkv.errors import ConfigError
 
 NAME = "serve --dynamo"  # one word to the parser
@@ -28,15 +29,7 @@ def worker(
     handoff: str | None = None,
     handoff_transport: str = "auto",
     served_model_name: str | None = None,
-    weights: str | None = None,
-    device: str = "auto",
-    executor: str = "auto",
-    cache_gib: GiB | None = None,
-    offload: bool = False,
-    host_gib: GiB | None = None,
-    recall: str | None = None,
-    kv_disk: Path | None = None,
-    swap_gib: GiBOrNone | None = None,
+    opening: Opening = Opening(),  # noqa: B008
     itl_ms: Milliseconds | None = None,
     max_waiting: Amount = 256,
     max_waiting_tokens: Count | None = None,
@@ -52,15 +45,7 @@ def worker(
         handoff: HOST[:PORT] of this machine where prompts are fetched from a prefill worker; its own address and a free port by default.
         handoff_transport: What carries them: auto (NIXL where it is installed, else TCP), tcp or nixl.
         served_model_name: The model's name instead of the directory's; workers of one name must serve one engine.
-        weights: Checkpoint directory, or random; by default the checkpoint that the engine was built from.
-        device: auto, cpu, cuda or cuda:N.
-        executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
-        cache_gib: Memory for the KV cache in GiB; by default what is free.
-        offload: Store pages in host memory, and on the device those that were selected last.
-        host_gib: Host memory in GiB for --offload.
-        recall: With --offload, what moves pages: kernel, copies or auto.
-        kv_disk: Directory that stores the pages of prompts, so that a later prompt that begins alike need not compute them.
-        swap_gib: Host memory in GiB for preempted sequences; 0 recomputes them.
+        opening: How the engine is opened.
         itl_ms: Milliseconds between two tokens of an answer that others' prompts may cost at most.
         max_waiting: Sequences that may wait; beyond that requests are refused.
         max_waiting_tokens: Tokens of prompts that may wait.
@@ -76,15 +61,13 @@ def worker(
     from trtkv.serve.queue import Queue
 
     manifest = read_manifest(engine)
-    options: dict[str, Any] = {"weights": weights, "device": device, "executor": executor, "cache_bytes": bytes_of(cache_gib)}
-    options |= {"offload": offload, "host_bytes": host_bytes(host_gib, offload), "recall": recall_engine(recall, offload)}
-    options |= {"kv_disk": kv_disk, "swap_bytes": bytes_of(swap_gib), "itl_ms": itl_ms}
     name = served_model_name or engine.resolve().name
     if not name.strip():
         raise ConfigError("--served-model-name is empty", "Leave it out, or name the model.")
     queue = Queue.checked(max_waiting, max_waiting_tokens, schedule)
     meeting = Meeting.of(disaggregation_mode, handoff, handoff_transport)
-    card = write_card(engine, manifest, weights)
+    options = {**opening.options(), "itl_ms": itl_ms}
+    card = write_card(engine, manifest, opening.weights)
     with progress(name) as report:
         run_worker(Settings(engine, name, card, options, queue, meeting, report), dynamo, partial(notes.print, markup=False))
     notes.print(f"{name} was stopped", markup=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +16,11 @@ from plugins.cache.formats import find_format
 from plugins.cache.kernel_support import in_torch, why_torch
 from plugins.config import DOMAIN
 from plugins.tensorrt.native.record import why_not
+from trtkv.engine.compile_kernels import older_gpus
+from trtkv.engine.launched_kernels import Kernel, kernels
 from trtkv.engine.manifest import GRAPH, MANIFEST, PLAN, Manifest, check_files, read_manifest
+from trtkv.engine.native import FOLDER
 from trtkv.plan import CachePlan
-
-# TensorRT-RTX writes its schedule into the plan as text, one line an entry; this format is not documented.
-ENTRY = re.compile(rb'\n  (function|custom_layer|fully_connected|copy|memset|transpose|runtime_fusion)=\{ name="?([^ "]+)"?([^\n]{0,6000})')
-ORIGIN = re.compile(rb'layers="([^"]*)')
-FROM = re.compile(r"\[ONNX Layer: ([^\]]*)\]")
-
-
-@dataclass(frozen=True, slots=True)
-class PlanEntry:
-    """One entry of a plan's schedule: kind, the kernel's or layer's name, and the layers of the graph that it is made of."""
-
-    kind: str
-    name: str
-    layers: tuple[str, ...]
 
 
 def contents(directory: Path, *, layers: bool = False) -> dict[str, Any]:
@@ -43,8 +31,8 @@ def contents(directory: Path, *, layers: bool = False) -> dict[str, Any]:
     manifest = read_manifest(directory)
     check_files(directory, manifest)
     graph = onnx.load(str(directory / GRAPH)).graph
-    schedule = plan_schedule((directory / PLAN).read_bytes()) if manifest.plan_info else []
-    decode = first_profile(schedule)
+    decode = _decode(directory / PLAN)
+    inside = _decode(directory / FOLDER / PLAN)
     found = {
         **_facts(manifest),
         "files": {name: (directory / name).stat().st_size for name in (MANIFEST, *manifest.files)},
@@ -52,8 +40,8 @@ def contents(directory: Path, *, layers: bool = False) -> dict[str, Any]:
         "plugins": _plugins(graph),
         "gemms": _gemms(manifest),
         "kernels": _kernels(manifest),
-        "fused": [{"kernel": name, "count": count} for name, count in Counter(_kind(one) for one in decode).most_common()],
-        "notes": _notes(manifest, schedule),
+        "fused": _fused(decode),
+        "notes": _notes(manifest, decode, inside),
     }
     if layers:
         found["schedule"] = [{"kind": one.kind, "kernel": one.name, "layers": list(one.layers)} for one in decode]
@@ -63,33 +51,27 @@ def contents(directory: Path, *, layers: bool = False) -> dict[str, Any]:
     return found
 
 
-def plan_schedule(plan: bytes) -> list[PlanEntry]:
-    """Read the schedule that TensorRT-RTX writes into a plan, all profiles one after the other; empty where a plan holds none."""
-    entries = []
-    for found in ENTRY.finditer(plan):
-        origin = ORIGIN.search(found[3])
-        names = FROM.findall(origin[1].decode(errors="replace")) if origin else []
-        entries.append(PlanEntry(found[1].decode(), found[2].decode(errors="replace"), tuple(names)))
-    return entries
+def _decode(plan: Path) -> list[Kernel]:
+    """List what the first profile of a plan launches; empty where there is no plan, or none that says so."""
+    return [one for one in kernels(plan.read_bytes()) if one.profile == 0] if plan.is_file() else []
 
 
-def first_profile(schedule: Sequence[PlanEntry]) -> list[PlanEntry]:
-    """Return the entries of the first profile: those before the first kernel's layers come up again."""
-    seen: set[tuple[str, ...]] = set()
-    for index, one in enumerate(schedule):
-        if one.kind == "fully_connected":
-            if one.layers in seen:
-                return _until(schedule, index)
-            seen.add(one.layers)
-    return list(schedule)
+def _fused(decode: Sequence[Kernel]) -> list[dict[str, Any]]:
+    """Count equal launches of different layers, most of them first, with what of the graph they are made of."""
+    groups: dict[str, list[Kernel]] = {}
+    for one in decode:
+        groups.setdefault(_kind(one), []).append(one)
+    rows = [{"kernel": name, "layers": sorted(set(map(_node, _layers(found)))), "count": len(found)} for name, found in groups.items()]
+    return sorted(rows, key=lambda row: -int(row["count"]))
 
 
-def _until(schedule: Sequence[PlanEntry], index: int) -> list[PlanEntry]:
-    """Go back from the second profile's first product to where that profile begins: its first entry whose layers came before."""
-    before = {one.layers for one in schedule[:index] if one.layers}
-    while index > 0 and schedule[index - 1].layers in before and schedule[index - 1].layers in {one.layers for one in schedule[: index - 1]}:
-        index -= 1
-    return list(schedule[:index])
+def _layers(launches: Sequence[Kernel]) -> list[str]:
+    return [layer for one in launches for layer in one.layers]
+
+
+def _node(layer: str) -> str:
+    """Name what a layer belongs to in every decoder layer: of layers.3.mlp_in.square mlp_in, of last.normed.square last.normed."""
+    return re.sub(r"^layers\.\d+\.([^.]+).*$", r"\1", re.sub(r"^(last\.[^.]+).*$", r"\1", layer))
 
 
 def _cache(plan: CachePlan) -> str:
@@ -196,22 +178,29 @@ def _kernels(manifest: Manifest) -> list[dict[str, Any]]:
     ]
 
 
-def _kind(entry: PlanEntry) -> str:
-    """Name an entry so that equal ones of different layers count together."""
-    if entry.kind == "function":
-        return entry.name
-    last = entry.layers[-1].split(".")[-1] if entry.layers else re.sub(r"_U\d+$", "", entry.name).split(".")[-1]
-    return f"{entry.kind} {last}" if entry.layers else entry.kind
+def _kind(one: Kernel) -> str:
+    """Name a launch so that equal ones of different layers count together: a function has a name, others are what they fuse."""
+    return one.name if one.kind == "function" else f"{one.kind} {' + '.join(_node(layer).removeprefix('last.') for layer in one.layers)}".rstrip()
 
 
-def _notes(manifest: Manifest, schedule: Sequence[PlanEntry]) -> list[str]:
+def _launches(decode: Sequence[Kernel]) -> str:
+    kinds = Counter("plugin" if one.kind == "custom_layer" else one.kind for one in decode)
+    return f"makes {len(decode)} launches a decode step: {', '.join(f'{count} {kind}' for kind, count in kinds.most_common())}"
+
+
+def _notes(manifest: Manifest, decode: Sequence[Kernel], inside: Sequence[Kernel]) -> list[str]:
     lines = []
     if manifest.plan_missing:
         lines.append(f"The directory holds no TensorRT plan: {manifest.plan_missing}.")
-    elif not schedule:
+    elif not decode:
         lines.append("This plan does not say how it was fused: only TensorRT-RTX writes its schedule into the plan.")
+    else:
+        lines.append(f"TensorRT {_launches(decode)}.")
+    if inside:
+        lines.append(f"native/engine.plan {'makes the same' if list(inside) == list(decode) else _launches(inside)}.")
     if manifest.kernels_missing:
         lines.append(f"GPU kernels compile at the first run instead: {manifest.kernels_missing}.")
+    lines += older_gpus(manifest)
     lines += [f"On a GPU too, {reason}." for reason in in_torch(manifest.cache)]
     return lines
 

@@ -314,7 +314,7 @@ class _Step:
 
 
 def _attend_exactly(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    one = OpConfig(1, 1, len(query), scale, 0.0, 0, 0, "")
+    one = OpConfig(1, 1, len(query), scale, 0.0, 0, 0)
     return attend_reference.attend(query[None].double(), keys[None].double(), values[None].double(), one)[0]
 
 

@@ -14,20 +14,28 @@ from pathlib import Path
 from plugins.device import store, triton_aot
 from plugins.device.spec import Binary, Spec
 from plugins.device.triton_aot import TritonSpec
-from plugins.kernel_list import FOLDER, kernels_for
+from plugins.kernel_list import FOLDER, LEAST_CAPABILITY, kernels_for, sampling_kernels
 from trtkv.config import Limits, ModelConfig
-from trtkv.engine.manifest import KernelFile, KernelsInfo
+from trtkv.engine.manifest import KernelFile, KernelsInfo, Manifest
 from trtkv.plan import CachePlan
 
 Progress = Callable[[str, float], None]
 Compiled = list[tuple[Spec, Binary]]
 
 
-def list_kernels(plan: CachePlan, model: ModelConfig, limits: Limits, sms: Sequence[str]) -> tuple[list[Spec], str | None]:
+def list_kernels(
+    plan: CachePlan, model: ModelConfig, limits: Limits, sms: Sequence[str], *, sampling_only: bool = False
+) -> tuple[list[Spec], str | None]:
     """List the kernels of an engine that can be compiled here, and say why others cannot be: None where all can."""
-    specs = [spec for sm in sms for spec in kernels_for(plan, model, limits, sm)]
+    specs = [spec for sm in sms for spec in (sampling_kernels(model, sm) if sampling_only else kernels_for(plan, model, limits, sm))]
     missing = dict.fromkeys(reason for spec in specs if (reason := spec.missing()))
     return [spec for spec in specs if not spec.missing()], " and ".join(missing) or None
+
+
+def older_gpus(manifest: Manifest) -> list[str]:
+    """Say in a line, if that is so, that the plan is also for GPUs for which there are no kernels."""
+    older = [sm for sm in manifest.plan_info.sms if int(sm) < LEAST_CAPABILITY] if manifest.plan_info else []
+    return [f"There are no GPU kernels for sm {', '.join(older)}: they need sm {LEAST_CAPABILITY}, and torch does their work there."] if older else []
 
 
 def write_kernels(specs: Sequence[Spec], stage: Path, progress: Progress, *, fresh: bool = False) -> KernelsInfo:

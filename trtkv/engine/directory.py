@@ -6,7 +6,6 @@ import errno
 import hashlib
 import json
 import shutil
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,20 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import trtkv
-from plugins.nodes import FACES
 from plugins.tensorrt.backend import available, load
-from trtkv.checkpoint.find import Source, data_home, origin
+from trtkv.checkpoint.find import Source, origin
 from trtkv.checkpoint.staging import replace_directory, staging
 from trtkv.checkpoint.weights import Checkpoint
 from trtkv.config import Limits, ModelConfig
 from trtkv.engine.compile_kernels import list_kernels, write_kernels
-from trtkv.engine.manifest import GRAPH, PLAN, Manifest, PlanInfo, WeightInput, check_files, file_sha256, read_manifest
+from trtkv.engine.manifest import GRAPH, PLAN, Attention, Manifest, WeightInput, check_files, file_sha256, read_manifest
 from trtkv.engine.native import check_self_contained, native_sms, record_native, write_native
-from trtkv.engine.profiles import profiles
+from trtkv.engine.profiles import profiles, row_profiles
+from trtkv.engine.shared_plans import PlanInputs, obtain
 from trtkv.engine.targets import Targets, choose_targets, for_weights
-from trtkv.engine.tensorrt import build_plan
 from trtkv.errors import BuildError, CapacityError, EngineError
 from trtkv.graph.decoder import build_decoder
+from trtkv.graph.native_attention import WITHOUT, build_native, row_plan
 from trtkv.graph.weights import WeightSpec, weight_specs
 from trtkv.plan import CachePlan
 from trtkv.policies.policy import Policy
@@ -43,7 +42,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 class Request:
     """What to build: model is source's configuration with dtype and rope changes applied, sms are compute capabilities as typed.
 
-    native writes the library of the plugins as well, self_contained also a plan that holds it.
+    native writes the library of the plugins as well, self_contained also a plan that holds it; attention is as in the manifest.
     """
 
     source: Source
@@ -58,6 +57,7 @@ class Request:
     tp: int = 1
     native: bool = False
     self_contained: bool = False
+    attention: Attention = "plugins"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,27 +75,40 @@ def build_engine(request: Request, progress: Progress = lambda stage, fraction: 
     Raises ConfigError, CheckpointError, BuildError or CapacityError; in every case, Ctrl-C included, nothing half-written remains.
     """
     limits = request.limits.check(request.model)
-    plan = request.policy.plan(request.model)
+    native_layers, plan = request.attention == "native", request.policy.plan(request.model)
+    if native_layers:
+        _check_native_layers(request)
+        plan = row_plan(plan, request.model, limits)
     progress("graph", 0.0)
     checkpoint = _checkpoint(request.source)
     if checkpoint:
         request = replace(request, model=_with_scales_of(checkpoint, request.model))
-    decoder = build_decoder(request.model, plan, limits, request.tp)
+    decoder = build_native(request.model, plan, limits) if native_layers else build_decoder(request.model, plan, limits, request.tp)
     weights_hash = None
     if checkpoint:
         checkpoint.check(*tensors_of(decoder.weights))
         weights_hash = checkpoint.fingerprint
     graph = decoder.model.SerializeToString(deterministic=True)
     backend = _backend(request.backend)
-    targets = choose_targets(request.sms, load(backend) if backend else None, insisted=request.backend is not None)
+    loaded, insisted = load(backend) if backend else None, request.backend is not None
+    targets = choose_targets(request.sms, loaded, insisted=insisted, dtype=request.model.dtype)
     targets = for_weights(targets, request.model.quantization)
-    specs, no_kernels = list_kernels(plan, request.model, limits, targets.kernels)
+    specs, no_kernels = list_kernels(plan, request.model, limits, targets.kernels, sampling_only=native_layers)
     if request.self_contained:
         check_self_contained(targets, backend)
     native = record_native(plan, request.model, limits, native_sms(targets, request.sms), request.tp) if request.native else None
-    plan_key = _plan_key(request, plan, graph, backend, targets)
-    inside = [[spec.arch, spec.name] for spec in native.specs] + [request.self_contained] if native else None
-    identity = _hash([plan_key, [[spec.arch, spec.name] for spec in specs], no_kernels, weights_hash, *([inside] if inside else [])])
+    no_plan = _no_plan(request, backend, targets)
+    if native_layers and no_plan is not None:
+        raise BuildError(f"TensorRT's own attention needs a TensorRT plan, and there is none: {no_plan.partition(';')[0]}", WITHOUT)
+    ranges = (row_profiles if native_layers else profiles)(plan, limits)
+    inputs = PlanInputs(graph, ranges, backend, targets.plan) if backend and no_plan is None else None
+    contents: dict[str, Any] = {
+        "version": trtkv.__version__, "model": request.model.model_dump_json(), "cache_plan": plan.hash, "limits": limits.model_dump(),
+        "source": str(request.source.path), "weights": weights_hash, "graph": hashlib.sha256(graph).hexdigest(),
+        "plan": inputs.key if inputs else no_plan, "kernels": [[spec.arch, spec.name] for spec in specs], "no_kernels": no_kernels,
+        "native": [[[spec.arch, spec.name] for spec in native.specs], request.self_contained] if native else None,
+    }  # fmt: skip
+    identity = hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()[:16]
     if found := _reusable(request, identity, progress):
         return found
     with _writing(request.out, progress) as stage:
@@ -103,12 +116,14 @@ def build_engine(request: Request, progress: Progress = lambda stage, fraction: 
             return found
         (stage / GRAPH).write_bytes(graph)
         _copy_tokenizer(request.source, stage)
-        info, no_plan = _write_plan(request, plan, graph, backend, targets, plan_key, stage, progress)
+        info = None
+        if inputs:
+            data, info = obtain(inputs, progress, fresh=request.force)
+            (stage / PLAN).write_bytes(data)
         kernels = write_kernels(specs, stage, progress, fresh=request.force) if specs else None
         parts: dict[str, Any] = {"plan_info": info, "plan_missing": no_plan, "kernels": kernels, "kernels_missing": no_kernels}
         if native:
-            where = (targets, backend if request.self_contained else None)
-            parts["native"] = write_native(native, graph, stage, progress, where, self_contained=request.self_contained, fresh=request.force)
+            parts["native"] = write_native(native, stage, progress, inputs if request.self_contained else None, fresh=request.force)
         parts["weights_hash"] = weights_hash
         manifest = _manifest(request, plan, decoder.weights, identity, parts, stage)
         manifest.write(stage)
@@ -141,22 +156,18 @@ def _backend(wanted: str | None) -> str | None:
     return wanted or (load(None).name if found else None)
 
 
-def _plan_key(request: Request, plan: CachePlan, graph: bytes, backend: str | None, targets: Targets) -> str:
-    """Name everything that decides a TensorRT plan; plans are cached by it."""
-    parts = {
-        "graph": hashlib.sha256(graph).hexdigest(),
-        "plan": plan.hash,
-        "limits": request.limits.model_dump(),
-        "backend": [backend, available().get(backend or "")],
-        "sms": [targets.plan, targets.no_plan],
-        "source": str(request.source.path),
-        "version": trtkv.__version__,
-    }
-    return _hash(parts)
+def _check_native_layers(request: Request) -> None:
+    """Raise BuildError for options that are those of plugins."""
+    for flag, given in (("--tp", request.tp > 1), ("--native", request.native), ("--self-contained", request.self_contained)):
+        if given:
+            raise BuildError(f"{flag} does not go with --attention native, which has no plugins", "Leave one of them out.")
 
 
-def _hash(data: Any) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+def _no_plan(request: Request, backend: str | None, targets: Targets) -> str | None:
+    """Say why a directory has no TensorRT plan, None where it has one."""
+    missing = "it was built with --backend none" if request.backend == "none" else "no TensorRT was installed at build time"
+    why = missing if backend is None else targets.no_plan
+    return None if why is None else f"{why}; the torch executor runs this engine"
 
 
 def _reusable(request: Request, identity: str, progress: Progress) -> Built | None:
@@ -194,42 +205,6 @@ def _copy_tokenizer(source: Source, stage: Path) -> None:
             shutil.copyfile(source.path / name, stage / name)
 
 
-def _write_plan(
-    request: Request, plan: CachePlan, graph: bytes, backend: str | None, targets: Targets, key: str, stage: Path, progress: Progress
-) -> tuple[PlanInfo | None, str | None]:
-    if backend is None:
-        why = "it was built with --backend none" if request.backend == "none" else "no TensorRT was installed at build time"
-        return None, f"{why}; the torch executor runs this engine"
-    if targets.no_plan is not None:
-        return None, f"{targets.no_plan}; the torch executor runs this engine"
-    cached = data_home() / "plans" / f"{key}.plan"
-    note = cached.with_suffix(".json")
-    if not request.force and cached.is_file() and note.is_file():
-        info = PlanInfo.model_validate_json(note.read_text())
-        shutil.copyfile(cached, stage / PLAN)
-        return info, None
-    built = build_plan(graph, profiles(plan, request.limits), backend=backend, sms=targets.plan, faces=FACES.values(), progress=progress)
-    info = PlanInfo(backend=built.backend, version=built.version, sms=built.sms, seconds=round(built.seconds, 2))
-    (stage / PLAN).write_bytes(built.data)
-    _remember(stage / PLAN, cached, note, info)
-    return info, None
-
-
-def _remember(plan: Path, cached: Path, note: Path, info: PlanInfo) -> None:
-    """Save a plan for the next directory with the same content; a cache that cannot be written is no error."""
-    part = cached.with_suffix(f".{uuid.uuid4().hex[:8]}.partial")
-    try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        for left in cached.parent.glob("*.partial"):  # of killed builds; one that is just being written is then not saved
-            left.unlink(missing_ok=True)
-        shutil.copyfile(plan, part)
-        part.replace(cached)
-        part.write_text(info.model_dump_json())
-        part.replace(note)
-    except OSError:
-        part.unlink(missing_ok=True)
-
-
 def _manifest(request: Request, plan: CachePlan, weights: Sequence[WeightSpec], identity: str, parts: Mapping[str, Any], stage: Path) -> Manifest:
     return Manifest(
         name=request.out.name,
@@ -241,6 +216,7 @@ def _manifest(request: Request, plan: CachePlan, weights: Sequence[WeightSpec], 
         hub=request.source.hub,
         source=origin(request.source.path) if request.source.path else None,
         tp=request.tp,
+        attention=request.attention,
         limits=request.limits,
         policy=request.policy.model_dump(mode="json", exclude_none=True),
         cache_plan=plan.to_json(),

@@ -9,22 +9,27 @@ import math
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 import trtkv
 from trtkv.config import DTYPE_BYTES, Limits, ModelConfig
 from trtkv.errors import EngineError
-from trtkv.plan import FORMAT, CachePlan, Meaning
+from trtkv.plan import CachePlan, Meaning
 from trtkv.quantized.encoding import SCALES, ZEROS, Quantization
 
 MANIFEST, GRAPH, PLAN = "manifest.json", "graph.onnx", "engine.plan"
+FORMAT = 3  # raised whenever an engine directory of the previous format can no longer be run
+Attention = Literal["plugins", "native"]
 UNKNOWN = "unknown"  # the version of a plan whose builder did not write it down
 
 
 class PlanInfo(BaseModel):
-    """Which TensorRT built the plan, for which GPUs, how long it took, and whether the plan holds the weights instead of taking them as inputs."""
+    """Which TensorRT built the plan, for which GPUs, how long it took, and whether the plan holds the weights instead of taking them as inputs.
+
+    Plans of one key are equal, None where another product built it; found says that an earlier build had made it.
+    """
 
     model_config = ConfigDict(frozen=True)
     backend: str
@@ -32,6 +37,8 @@ class PlanInfo(BaseModel):
     sms: tuple[str, ...]
     seconds: float
     holds_weights: bool = False
+    key: str | None = None
+    found: bool = False
 
 
 class KernelFile(BaseModel):
@@ -90,7 +97,8 @@ class Manifest(BaseModel):
 
     plan_info is None when no TensorRT was there to build the plan; kernels is None when none were compiled, kernels_missing says why some or all
     of them are compiled at the first run instead; files maps every other file to its SHA-256; checkpoint is the directory that the weights
-    come from, or None when only the model's shape was known; source says where that was pulled from, weights_hash is its fingerprint.
+    come from, or None when only the model's shape was known; source says where that was pulled from, weights_hash is its fingerprint; attention
+    is that of this project's plugins, or TensorRT's native layers.
     """
 
     model_config = ConfigDict(frozen=True, protected_namespaces=())
@@ -105,6 +113,7 @@ class Manifest(BaseModel):
     source: str | None = None
     weights_hash: str | None = None
     tp: int = 1
+    attention: Attention = "plugins"
     limits: Limits
     policy: dict[str, Any]
     cache_plan: dict[str, Any]

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from plugins.device.spec import Spec
 from plugins.kernel_list import LEAST_CAPABILITY
-from plugins.nodes import FACES
 from plugins.tensorrt.native import library, tables
 from plugins.tensorrt.native.record import Nodes, Step, why_not
 from trtkv.config import Limits, ModelConfig
 from trtkv.engine.compile_kernels import compile_all
 from trtkv.engine.manifest import PLAN, NativeInfo
-from trtkv.engine.profiles import profiles
-from trtkv.engine.targets import KERNEL_SMS, Targets
-from trtkv.engine.tensorrt import build_plan
+from trtkv.engine.shared_plans import PlanInputs, obtain
+from trtkv.engine.targets import KERNEL_SMS, NONE, Targets, parse_sms
 from trtkv.errors import BuildError
 from trtkv.graph.decoder import op_config
 from trtkv.plan import CachePlan
@@ -50,7 +48,8 @@ def record_native(plan: CachePlan, model: ModelConfig, limits: Limits, sms: Sequ
         raise BuildError(f"the native library does not run this engine: {reason}", WITHOUT)
     chosen = tuple(sm for sm in sms if int(sm) >= LEAST_CAPABILITY)
     if not chosen:
-        raise BuildError("the native library holds compiled kernels, and --sm none compiles none", "Name compute capabilities with --sm.")
+        why = f"they need sm {LEAST_CAPABILITY}, not {', '.join(sms)}" if sms else "--sm none compiles none"
+        raise BuildError(f"the native library holds compiled kernels, and {why}", "Name compute capabilities such as --sm 89.")
     library.check()
     nodes = Nodes(plan, [op_config(model, plan, layer) for layer in range(model.num_layers)], limits, model.qk_norm)
     native = Native(nodes, chosen, tables.record_all(nodes, chosen))
@@ -63,14 +62,12 @@ def record_native(plan: CachePlan, model: ModelConfig, limits: Limits, sms: Sequ
 def native_sms(targets: Targets, asked: Sequence[str]) -> tuple[str, ...]:
     """Choose compute capabilities: those of the kernels, and where none were requested those that run kernels of others but need their own tables."""
     if asked or targets.kernels != KERNEL_SMS:
-        return targets.kernels
+        return targets.kernels or (() if parse_sms(asked) == (NONE,) else targets.plan)
     return tuple(sm for one in targets.kernels for sm in (one, ALSO.get(one)) if sm is not None)
 
 
-def write_native(
-    native: Native, graph: bytes, stage: Path, progress: Progress, where: tuple[Targets, str | None], *, self_contained: bool, fresh: bool = False
-) -> NativeInfo:
-    """Write the library below an engine directory, and a plan with it inside where requested: for which GPUs, by which TensorRT.
+def write_native(native: Native, stage: Path, progress: Progress, inputs: PlanInputs | None, *, fresh: bool = False) -> NativeInfo:
+    """Write the library below an engine directory, and where inputs of TensorRT are given a plan with it inside.
 
     Raises BuildError for what does not compile.
     """
@@ -84,22 +81,23 @@ def write_native(
     file = folder / library.NAME
     (folder / LAYOUT).write_text(layout(native.nodes.plan, native.nodes.limits))
     library.compile_library(tables.pack(native.nodes, native.sms, native.steps, binaries), file)
-    if self_contained:
-        (targets, backend), both = where, profiles(native.nodes.plan, native.nodes.limits)
-        built = build_plan(graph, both, backend=backend, sms=targets.plan, faces=FACES.values(), libraries=[file], progress=progress)
-        (folder / PLAN).write_bytes(built.data)
+    if inputs is not None:
+        data, _ = obtain(replace(inputs, libraries=(file,)), progress, fresh=fresh)
+        (folder / PLAN).write_bytes(data)
     progress("native library", 1.0)
     spent = round(time.perf_counter() - started, 2)
-    return NativeInfo(sms=native.sms, kernels=len(specs), size_bytes=file.stat().st_size, self_contained=self_contained, seconds=spent)
+    return NativeInfo(sms=native.sms, kernels=len(specs), size_bytes=file.stat().st_size, self_contained=inputs is not None, seconds=spent)
 
 
 def layout(plan: CachePlan, limits: Limits) -> str:
-    """Write what a program without Python has to allocate: layers, page groups, tokens of a page, pages of a sequence, slots; then the buffers.
+    """Write what a program without Python has to allocate.
 
-    A buffer is its name, whether its rows are pages or slots (P or Z), the bytes of a row, and for every layer whether it has one. The `state` table
-    has their addresses in this order, behind a number that only Python reads.
+    The first line has the plan's number, the entries of the `state` table, layers, page groups, tokens of a page, pages of a sequence, slots; then
+    follow the buffers: name, whether rows are pages or slots (P or Z), the bytes of a row, and for every layer whether it has one. The `state` table
+    begins with the plan's number; behind it are their addresses in this order, and zeros.
     """
-    lines = [f"{plan.num_layers} {plan.num_page_groups} {plan.page_size} {plan.pages(limits.max_seq_len)} {limits.max_batch_size}"]
+    pages, slots = plan.pages(limits.max_seq_len), limits.max_batch_size
+    lines = [f"{plan.number} {plan.num_addresses} {plan.num_layers} {plan.num_page_groups} {plan.page_size} {pages} {slots}"]
     for spec in plan.buffers:
         there = "".join(str(int(layer in spec.layers)) for layer in range(plan.num_layers))
         lines.append(f"{spec.name} {spec.shape[0]} {spec.row_bytes} {there}")

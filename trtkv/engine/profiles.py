@@ -2,36 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from plugins.nodes import STEP_INPUTS
 from trtkv.config import Limits
-from trtkv.engine.tensorrt import Profile
-from trtkv.graph.decoder import STEP_INPUTS
+from trtkv.engine.tensorrt import Profile, Shape
 from trtkv.plan import CachePlan
 
 Range = tuple[int, int, int]
+SMALL_PAGE = 16  # tokens of the smallest usual page
+MOST_ENTRIES = 1 << 26  # of a page table for which a plan is built whatever its own policy needs, 256 MiB
 
 
 def profiles(plan: CachePlan, limits: Limits) -> list[Profile]:
-    """Return the decode and the prefill profile with the range of every dynamic step input."""
-    batch, pages = limits.max_batch_size, plan.pages(limits.max_seq_len)
-    tokens = limits.max_chunk_tokens
-    decode: Range = (1, batch, batch)
-    prefill: Range = (1, tokens, tokens)
-    return [_profile("decode", decode, batch, pages, plan), _profile("prefill", prefill, batch, pages, plan)]
+    """Return the decode and the prefill profile with the range of every dynamic step input.
+
+    Page tables range over what any policy has, because plans whose profiles differ are not shared: as many page groups as KV heads of all layers, or
+    two a layer, where that is no more than MOST_ENTRIES.
+    """
+    own, batch = largest_sizes(plan, limits), limits.max_batch_size
+    pages = max(own["M"], -(-limits.max_seq_len // SMALL_PAGE))
+    groups = min(plan.num_layers * max(2, plan.num_kv_heads), MOST_ENTRIES // (batch * pages))
+    ranges: dict[str, Range] = {letter: (1, size, size) for letter, size in own.items()}
+    ranges |= {"B1": (2, batch + 1, batch + 1), "M": (1, pages, pages), "Y": (1, 1, max(own["Y"], groups))}
+    return [_profile("decode", {**ranges, "T": (1, batch, batch)}), _profile("prefill", ranges)]
 
 
-def _profile(name: str, tokens: Range, batch: int, pages: int, plan: CachePlan) -> Profile:
-    sequences: Range = (1, batch, batch)
-    ranges: dict[str, Range] = {
-        "T": tokens,
-        "B": sequences,
-        "B1": (2, batch + 1, batch + 1),
-        "R": sequences,
-        "M": (1, pages, pages),
-        "Y": (plan.num_page_groups,) * 3,
-    }
-    shapes = {}
-    for tensor, (_, letters) in STEP_INPUTS.items():
-        if not set(letters) <= {"X", "D", "A"}:
-            low, usual, high = (tuple(ranges[letter][index] for letter in letters) for index in range(3))
-            shapes[tensor] = (low, usual, high)
-    return Profile(name, shapes)
+def row_profiles(plan: CachePlan, limits: Limits) -> list[Profile]:
+    """Return the profiles of a graph with TensorRT's own attention: one token of every row of the caches, and a chunk of one row."""
+    one, batch, tokens = (1, 1, 1), (1, limits.max_batch_size, limits.max_batch_size), (1, limits.max_chunk_tokens, limits.max_chunk_tokens)
+
+    def profile(name: str, rows: Range, new: Range) -> Profile:
+        ranges: dict[str, tuple[Range, ...]] = {
+            "token_ids": (rows, new),
+            "positions": (rows, new),
+            "writes": (rows,),
+            "lengths": (rows,),
+            "last_rows": (batch,),
+        }
+        row = [(size,) * 3 for size in (plan.num_kv_heads, plan.page_size, plan.head_dim)]
+        ranges |= {f"{buffer.name}.{layer}": (rows, *row) for buffer in plan.buffers for layer in buffer.layers}
+        low, usual, high = ({tensor: tuple(one[index] for one in bounds) for tensor, bounds in ranges.items()} for index in range(3))
+        return Profile(name, {tensor: (low[tensor], usual[tensor], high[tensor]) for tensor in ranges})
+
+    return [profile("decode", batch, one), profile("prefill", one, tokens)]
+
+
+def largest_sizes(plan: CachePlan, limits: Limits) -> dict[str, int]:
+    """Return the largest size of every dynamic dimension of a step's inputs under one plan, by its letter."""
+    batch = limits.max_batch_size
+    return {
+        "T": limits.max_chunk_tokens, "B": batch, "B1": batch + 1, "R": batch, "M": plan.pages(limits.max_seq_len), "Y": plan.num_page_groups,
+    }  # fmt: skip
+
+
+def largest_shapes(plan: CachePlan, limits: Limits) -> dict[str, Shape]:
+    """Return the largest shape of every dynamic step input under one plan."""
+    return _shapes(largest_sizes(plan, limits))
+
+
+def _profile(name: str, ranges: Mapping[str, Range]) -> Profile:
+    low, usual, high = (_shapes({letter: bounds[index] for letter, bounds in ranges.items()}) for index in range(3))
+    return Profile(name, {tensor: (low[tensor], usual[tensor], high[tensor]) for tensor in low})
+
+
+def _shapes(sizes: Mapping[str, int]) -> dict[str, Shape]:
+    dynamic = {name: letters for name, (_, letters) in STEP_INPUTS.items() if set(letters) <= set(sizes)}
+    return {name: tuple(sizes[letter] for letter in letters) for name, letters in dynamic.items()}

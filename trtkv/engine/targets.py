@@ -38,13 +38,23 @@ def parse_sms(words: Sequence[str]) -> tuple[str, ...]:
     return sms
 
 
-def choose_targets(words: Sequence[str], backend: Backend | None, *, insisted: bool) -> Targets:
+def choose_targets(words: Sequence[str], backend: Backend | None, *, insisted: bool, dtype: str = "float16") -> Targets:
     """Divide what was requested between plan and kernels; by default kernels are for the GPU at hand, or for all where there is none.
 
     A plan is for those that the backend supports. Where it supports none there is no plan, unless the user insisted on the backend: then the
-    plan's builder says so. Raises BuildError for a word that is no compute capability or one that nothing here builds for.
+    plan's builder says so. Raises BuildError for a word that is no compute capability, one that nothing here builds for, or one without the dtype.
     """
     asked, here = parse_sms(words), cuda.compute_capability()
+    targets = _choose(asked, here, backend, insisted)
+    if backend and targets.no_plan is None and dtype == "bfloat16":
+        for sm in targets.plan if backend.portable else [here] if here else []:
+            if int(sm) < LEAST_CAPABILITY:
+                fix = "Add --dtype float16" + (f", or leave {sm} out of --sm." if len(asked) > 1 else ".")
+                raise BuildError(f"{backend.title} cannot build bfloat16 for sm {sm}: such GPUs have none", fix)
+    return targets
+
+
+def _choose(asked: tuple[str, ...], here: str | None, backend: Backend | None, insisted: bool) -> Targets:
     known = [sm for sm in nvrtc.architectures() or KERNEL_SMS if int(sm) >= LEAST_CAPABILITY]
     usual = PORTABLE_SMS if backend and backend.portable else ()
     if asked == (NONE,):
@@ -58,7 +68,8 @@ def choose_targets(words: Sequence[str], backend: Backend | None, *, insisted: b
     for sm in asked:
         if sm not in (*chosen, *known):
             every = sorted({*supported, *known}, key=int)
-            raise BuildError(f"nothing can be built for sm {sm} here", f"Choose among {', '.join(every)} with --sm.")
+            older = f": kernels need sm {LEAST_CAPABILITY}" if int(sm) < LEAST_CAPABILITY else ""
+            raise BuildError(f"nothing can be built for sm {sm} here{older}", f"Choose among {', '.join(every)} with --sm.")
     reason = f"{backend.title} does not build for sm {', '.join(asked)} here" if backend and not chosen else None
     return Targets(chosen, tuple(sm for sm in asked if sm in known), reason)
 

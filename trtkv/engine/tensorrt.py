@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from plugins.config import DOMAIN, VERSION
-from plugins.nodes import OpFace
+from plugins.nodes import FACES, OpFace
 from plugins.tensorrt import cuda
 from plugins.tensorrt.backend import Backend, Messages, load
 from plugins.tensorrt.plugin import register
@@ -58,7 +58,7 @@ def build_plan(
     progress: Callable[[str, float], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
 ) -> Plan:
-    """Compile a graph; equal graphs, profiles and targets give equal bytes on a portable backend.
+    """Compile a graph; on a portable backend equal graphs, profiles and targets launch the same, but some numbers inside a large plan vary.
 
     backend is "tensorrt", "tensorrt_rtx" or None for whichever is installed; sms are compute capabilities such as "89", none for the
     backend's usual ones (the GPU at hand for full TensorRT); libraries of plugins go into the plan;
@@ -103,9 +103,9 @@ def target_capabilities(backend: Backend, sms: Sequence[str]) -> tuple[str, ...]
 
 
 def _advice(sm: str) -> str:
-    datacenter = {"90": "Hopper", "100": "Blackwell data centre GPUs", "103": "Blackwell data centre GPUs"}.get(sm)
-    if datacenter:
-        return f"For {datacenter} build with the full TensorRT (pip install 'trtkv[tensorrt]') or run the engine with --executor torch."
+    full = {"90": "Hopper", "100": "Blackwell data centre GPUs", "103": "Blackwell data centre GPUs"}.get(sm)
+    if full:
+        return f"Leave --backend out for the torch executor, or build on {full} with the full TensorRT: pip install 'trtkv[tensorrt]'"
     return "Choose among these with --sm."
 
 
@@ -159,7 +159,8 @@ class _Job:
             with self.backend.log.collect() as messages, recording(self.recorder):
                 self._data = self._build(messages)
             # Announces every int64 input, which is what the state table is meant to be.
-            self.warnings = [line for line in messages.warnings if "has Int64 binding" not in line]
+            # And what the parser says of lengths is mended after it.
+            self.warnings = [line for line in messages.warnings if "has Int64 binding" not in line and line != "Unused Input: lengths"]
         except BaseException as error:  # noqa: BLE001 - raised again by result(), on the caller's thread
             self._error = error
         finally:
@@ -185,9 +186,12 @@ class _Job:
         if self.recorder.failed or self.monitor.stopped:
             return None
         if not parsed:
-            raise _parse_error(parser, messages)
+            raise _parse_error(parser, messages, backend)
+        _give_lengths(trt, network)
         config = builder.create_builder_config()
         config.max_aux_streams = 0  # plugins order their side effects by the one stream
+        if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION") and not self.libraries:  # such a plan's runtime is another
+            config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)  # nothing is allocated in a step, so that it can be captured
         config.progress_monitor = self.monitor
         if self.libraries:
             config.plugins_to_serialize = self.libraries
@@ -229,16 +233,32 @@ def check_profile(profile: Profile, inputs: Mapping[str, Shape]) -> None:
             raise BuildError(f"{where} gives '{name}' the range {low}, {usual}, {high}, which does not fit the input's shape {fixed}", REPORT)
 
 
+def _give_lengths(trt: Any, network: Any) -> None:
+    """Let attention layers of TensorRT's own stop at their sequences' ends: the parser drops this input, and their mask alone reads whole rows."""
+    inputs = {tensor.name: tensor for tensor in map(network.get_input, range(network.num_inputs))}
+    kind, layers = getattr(trt, "IAttentionInputLayer", None), [network.get_layer(index) for index in range(network.num_layers)]
+    found = [layer for layer in layers if kind is not None and layer.type == trt.LayerType.ATTENTION_INPUT]
+    if not found or "lengths" not in inputs:
+        return
+    lengths = network.add_cast(inputs["lengths"], trt.DataType.INT32).get_output(0)
+    for layer in found:
+        layer.__class__ = kind
+        if hasattr(layer.attention, "key_value_lengths"):
+            layer.attention.key_value_lengths = lengths
+
+
 def _network_flags(trt: Any) -> int:
     flags = trt.NetworkDefinitionCreationFlag
     return 1 << int(flags.STRONGLY_TYPED) if hasattr(flags, "STRONGLY_TYPED") else 0
 
 
-def _parse_error(parser: Any, messages: Messages) -> BuildError:
+def _parse_error(parser: Any, messages: Messages, backend: Backend) -> BuildError:
     if not parser.num_errors:
         return BuildError(f"TensorRT cannot read the graph: {_first(messages.errors)}", REPORT)
     first = parser.get_error(0)
     name, kind = first.node_name(), first.node_operator()
+    if kind in FACES and "not supported" in first.desc():
+        return BuildError(f"the ONNX parser of {backend.title} {backend.version} knows no plugins", "Run: pip install -U 'trtkv[rtx]'")
     node = f"node '{name}' ({kind})" if name else kind or "the graph"
     return BuildError(f"TensorRT cannot read {node}: {' '.join(first.desc().split())}", REPORT)
 

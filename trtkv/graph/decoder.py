@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
 from plugins.config import OpConfig
-from plugins.nodes import ALL_GATHER, ALL_REDUCE, APPEND, ATTEND, SELECT, SEQUENCES
+from plugins.nodes import ALL_GATHER, ALL_REDUCE, APPEND, ATTEND, SELECT, SEQUENCES, STEP_INPUTS
 from trtkv.config import Limits, ModelConfig
 from trtkv.graph.network import Network
 from trtkv.graph.weights import WeightSpec, shares_head, weight_specs
@@ -17,19 +18,8 @@ from trtkv.plan import CachePlan
 if TYPE_CHECKING:
     import onnx
 
-# Step inputs and their shapes, in the letters of trtkv/shapes.py; X is the maximum sequence length, A the length of the address table.
-STEP_INPUTS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "token_ids": ("int32", ("T",)),
-    "positions": ("int32", ("T",)),
-    "cu_seqlens": ("int32", ("B1",)),
-    "seq_lens": ("int32", ("B",)),
-    "stored_lens": ("int32", ("Y", "B")),
-    "slots": ("int32", ("B",)),
-    "page_table": ("int32", ("Y", "B", "M")),
-    "last_rows": ("int32", ("R",)),
-    "rope": ("float32", ("X", "D")),
-    "state": ("int64", ("A",)),
-}
+Attention: TypeAlias = Callable[[int, str], str]
+Added: TypeAlias = Callable[[int, str, str], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +33,34 @@ class Decoder:
 def build_decoder(model: ModelConfig, plan: CachePlan, limits: Limits, tp: int = 1) -> Decoder:
     """Build the graph of one model under one cache plan; weights are inputs, the KV cache is reached through `state`.
 
-    With tp above 1 model and plan are one part's: the parts add up after attention and after the hidden layer, and put their logits together.
+    Of a policy it holds which layers select, and how much. With tp above 1 model and plan are one part's: the parts add up after attention and after
+    the hidden layer, and put their logits together.
     Output: logits [R, V] fp32 of the rows that `last_rows` names.
     """
-    net = Network(f"{model.model_type}-{plan.policy}", model.dtype)
-    sizes = {"X": limits.max_seq_len, "D": model.head_dim, "A": state_length(plan), "Y": plan.num_page_groups}
+    net = Network(model.model_type, model.dtype)
+    sizes = {"X": limits.max_seq_len, "D": model.head_dim, "A": plan.num_addresses}
     for name, (dtype, shape) in STEP_INPUTS.items():
         net.input(name, dtype, [sizes.get(letter, letter) for letter in shape])
     specs = weight_specs(model, tp)
     for spec in specs:
-        if spec.quantization:
-            net.quantized(spec.name, spec.shape, spec.quantization)
-        else:
-            net.input(spec.name, model.dtype, spec.shape)
-    x = net.node("Gather", ["embed", "token_ids"], "x", axis=0)
-    for layer in range(model.num_layers):
-        x = _layer(net, model, plan, layer, x, tp)
-    normed = net.rms_norm(x, "norm", model.rms_eps, "last.normed")
-    _head(net, model, plan, normed, tp)
-    net.output("logits", "float32", ["R", model.vocab_size])
+        net.weight(spec.name, spec.shape, spec.quantization)
+
+    def attention(layer: int, qkv: str) -> str:
+        at, config = f"layers.{layer}", op_config(model, plan, layer)
+        norms = [f"{at}.q_norm", f"{at}.k_norm"] if model.qk_norm else []
+        q = net.plugin(APPEND, [qkv, "positions", *SEQUENCES, "rope", "state", *norms], f"{at}.query", layer, config)
+        selection = [net.plugin(SELECT, [q, *SEQUENCES, "state"], f"{at}.selection", layer, config)] if plan.select[layer] else []
+        return net.plugin(ATTEND, [q, *SEQUENCES, "state", *selection], f"{at}.attended", layer, config)
+
+    def added(layer: int, part: str, name: str) -> str:
+        return part if tp == 1 else net.plugin(ALL_REDUCE, [part], name, layer, op_config(model, plan, layer))
+
+    add_head(net, model, plan, add_layers(net, model, "token_ids", attention, added), tp)
     return Decoder(net.model(), specs)
 
 
-def _head(net: Network, model: ModelConfig, plan: CachePlan, normed: str, tp: int) -> None:
-    """Multiply with the head, of which each of several parts has its rows where they divide."""
+def add_head(net: Network, model: ModelConfig, plan: CachePlan, normed: str, tp: int = 1) -> None:
+    """Multiply with the head, of which each of several parts has its rows where they divide; declares the graph's output."""
     shared, narrow = shares_head(model, tp), model.dtype != "float32"
     whole = "logits.narrow" if narrow else "logits"
     weight = "embed" if model.tie_embeddings and not shared else "head"
@@ -76,11 +70,7 @@ def _head(net: Network, model: ModelConfig, plan: CachePlan, normed: str, tp: in
         net.plugin(ALL_GATHER, [product, net.constant("parts", np.zeros(tp, np.int32))], whole, last, op_config(model, plan, last))
     if narrow:
         net.node("Cast", [whole], "logits", to=1)
-
-
-def state_length(plan: CachePlan) -> int:
-    """Entries of the address table: the session's key, then one address for every buffer of every layer."""
-    return 1 + len(plan.buffers) * plan.num_layers
+    net.output("logits", "float32", ["R", model.vocab_size])
 
 
 def op_config(model: ModelConfig, plan: CachePlan, layer: int) -> OpConfig:
@@ -94,27 +84,29 @@ def op_config(model: ModelConfig, plan: CachePlan, layer: int) -> OpConfig:
         rms_eps=model.rms_eps,
         select_width=select.width if select else 0,
         select_heads=0 if not select else model.num_q_heads if select.pooling == "none" else model.num_kv_heads,
-        plan=plan.hash,
     )
 
 
-def _layer(net: Network, model: ModelConfig, plan: CachePlan, layer: int, x: str, tp: int) -> str:
-    at, config = f"layers.{layer}", op_config(model, plan, layer)
+def add_layers(net: Network, model: ModelConfig, tokens: str, attention: Attention, added: Added = lambda layer, part, name: part) -> str:
+    """Add the embedding of tokens [T], all layers and the last norm; returns [R, E], the rows that `last_rows` names.
 
-    def added(part: str) -> str:
-        return part if tp == 1 else net.plugin(ALL_REDUCE, [part], f"{part}_added", layer, config)
+    attention(layer, qkv) maps a layer's packed projection [T, (Hq + 2 Hk) D] to [T, Hq D]; added(layer, part, name) sums over an engine's parts.
+    """
+    x = net.node("Gather", ["embed", tokens], "x", axis=0)
+    for layer in range(model.num_layers):
+        x = _layer(net, model, layer, x, attention, added)
+    return net.rms_norm(x, "norm", model.rms_eps, "last.normed")
 
+
+def _layer(net: Network, model: ModelConfig, layer: int, x: str, attention: Attention, added: Added) -> str:
+    at = f"layers.{layer}"
     normed = net.rms_norm(x, f"{at}.attention_norm", model.rms_eps, f"{at}.attention_in")
-    qkv = net.linear(normed, f"{at}.qkv", f"{at}.qkv_out", f"{at}.qkv_bias" if model.qkv_bias else None)
-    norms = [f"{at}.q_norm", f"{at}.k_norm"] if model.qk_norm else []
-    q = net.plugin(APPEND, [qkv, "positions", *SEQUENCES, "rope", "state", *norms], f"{at}.query", layer, config)
-    selection = []
-    if plan.select[layer]:
-        selection.append(net.plugin(SELECT, [q, *SEQUENCES, "state"], f"{at}.selection", layer, config))
-    attended = net.plugin(ATTEND, [q, *SEQUENCES, "state", *selection], f"{at}.attended", layer, config)
+    attended = attention(layer, net.linear(normed, f"{at}.qkv", f"{at}.qkv_out", f"{at}.qkv_bias" if model.qkv_bias else None))
     if layer == model.num_layers - 1:  # of the last layer's outputs a step needs the rows that get logits; of a prompt's tokens that is one
         x, attended = (net.node("Gather", [one, "last_rows"], f"last.{name}", axis=0) for one, name in ((x, "residual"), (attended, "attended")))
-    x = net.node("Add", [x, added(net.linear(attended, f"{at}.o", f"{at}.o_out"))], f"{at}.attention_residual")
+    part = net.linear(attended, f"{at}.o", f"{at}.o_out")
+    x = net.node("Add", [x, added(layer, part, f"{at}.o_out_added")], f"{at}.attention_residual")
     normed = net.rms_norm(x, f"{at}.mlp_norm", model.rms_eps, f"{at}.mlp_in")
     hidden = net.swiglu(net.linear(normed, f"{at}.gate_up", f"{at}.gate_up_out"), f"{at}.mlp_hidden")
-    return net.node("Add", [x, added(net.linear(hidden, f"{at}.down", f"{at}.down_out"))], f"{at}.residual")
+    part = net.linear(hidden, f"{at}.down", f"{at}.down_out")
+    return net.node("Add", [x, added(layer, part, f"{at}.down_out_added")], f"{at}.residual")

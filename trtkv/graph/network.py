@@ -30,8 +30,8 @@ ONNX_DTYPES = {
 class Network:
     """Collects nodes, inputs and constants of one graph; values are passed around by name."""
 
-    def __init__(self, name: str, dtype: str) -> None:
-        self.name, self.dtype = name, dtype
+    def __init__(self, name: str, dtype: str, opset: int = OPSET, ir_version: int = IR_VERSION) -> None:
+        self.name, self.dtype, self.opset, self.ir_version = name, dtype, opset, ir_version
         self._nodes: list[onnx.NodeProto] = []
         self._inputs: list[onnx.ValueInfoProto] = []
         self._outputs: list[onnx.ValueInfoProto] = []
@@ -58,16 +58,27 @@ class Network:
         self._nodes.append(helper.make_node(op, list(inputs), [output], name=output, **attributes))
         return output
 
+    def split(self, x: str, outputs: Sequence[str], name: str, axis: int, sizes: Sequence[int] | None = None) -> None:
+        """Cut a tensor along an axis, into equal pieces unless sizes are given."""
+        if sizes is None:
+            self._nodes.append(helper.make_node("Split", [x], list(outputs), name=name, axis=axis, num_outputs=len(outputs)))
+        else:
+            lengths = self.constant(f"sizes.{'.'.join(map(str, sizes))}", np.array(sizes, np.int64))
+            self._nodes.append(helper.make_node("Split", [x, lengths], list(outputs), name=name, axis=axis))
+
     def linear(self, x: str, weight: str, output: str, bias: str | None = None) -> str:
         """Multiply x [T, in] with weight [out, in] transposed; a bias is [1, out], which TensorRT fuses where [out] costs a kernel."""
         wide = self._wide.get(weight, weight)
         return self.node("Gemm", [x, wide] + ([bias] if bias else []), output, transB=int(not wide.endswith(".wide_t")))
 
-    def quantized(self, name: str, shape: tuple[int, ...], one: Quantization) -> None:
-        """Declare a matrix [out, in] of codes with its scales and zero points, which `linear` dequantizes.
+    def weight(self, name: str, shape: tuple[int, ...], one: Quantization | None) -> None:
+        """Declare a weight; a matrix [out, in] of codes has scales and zero points beside it, and `linear` dequantizes it.
 
         With a scale for each row TensorRT multiplies by codes [in, out] as they are; [out, in] it would transpose in every step.
         """
+        if one is None:
+            self.input(name, self.dtype, shape)
+            return
         self._packed = True
         out, width = shape
         groups, columns = one.groups(width), one.why_no_plan is None
@@ -100,7 +111,7 @@ class Network:
     def swiglu(self, packed: str, output: str) -> str:
         """Return silu(gate) * up for packed [T, 2F], gate first."""
         gate, up = f"{output}.gate", f"{output}.up"
-        self._nodes.append(helper.make_node("Split", [packed], [gate, up], name=f"{output}.split", axis=1, num_outputs=2))
+        self.split(packed, [gate, up], f"{output}.split", axis=1)
         gated = self.node("Mul", [gate, self.node("Sigmoid", [gate], f"{output}.sigmoid")], f"{output}.silu")
         return self.node("Mul", [gated, up], output)
 
@@ -111,8 +122,8 @@ class Network:
     def model(self) -> onnx.ModelProto:
         """Assemble the model and check it; equal calls give equal bytes."""
         graph = helper.make_graph(self._nodes, self.name, self._inputs, self._outputs, list(self._constants.values()))
-        opset, ir = (PACKED_OPSET, PACKED_IR) if self._packed else (OPSET, IR_VERSION)
-        opsets = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, int(VERSION))]
-        model = helper.make_model(graph, opset_imports=opsets, ir_version=ir, producer_name=DOMAIN)
+        opset, ir_version = (max(self.opset, PACKED_OPSET), max(self.ir_version, PACKED_IR)) if self._packed else (self.opset, self.ir_version)
+        opsets = [helper.make_opsetid("", opset)] + [helper.make_opsetid(DOMAIN, int(VERSION))] * any(one.domain for one in self._nodes)
+        model = helper.make_model(graph, opset_imports=opsets, ir_version=ir_version, producer_name=DOMAIN)
         onnx.checker.check_model(model)
         return model

@@ -21,7 +21,6 @@ from trtkv.runtime.head_table import HeadTable
 from trtkv.runtime.inputs import page_table
 from trtkv.runtime.rows import StepRow
 
-ALIGNMENT = 16  # bytes at which every input begins
 QUEUED = 3  # pinned blocks: one more than the steps that may be on their way
 FEW_ROWS = 4  # rows of the page table that are copied one by one
 CHOICE = ("settings", "numbers", "turn")  # inputs of the sampler
@@ -35,15 +34,18 @@ class StagedInputs:
     rest, pages of other sequences are copied.
     """
 
-    def __init__(self, batch: int, cache: Cache, width: int, *, chooses: bool, adapters: int = 0) -> None:
-        """Lay the inputs out; width is M of the page table, adapters how many the sequences may take, 0 where none takes any."""
+    def __init__(self, batch: int, cache: Cache, width: int, *, chooses: bool, adapters: int = 0, alignment: int = 16) -> None:
+        """Lay the inputs out; width is M of the page table, adapters how many the sequences may take, 0 where none takes any.
+
+        alignment are the bytes at which every input begins.
+        """
         self._cache, self._groups, self._width, self._batch = cache, cache.plan.num_page_groups, width, batch
         self._kernels, pinned = gpu_ready(cache.device) is None, cache.device.type == "cuda"
         self._tiles = most_tiles(batch, adapters) if adapters else 0
         layout, size = _layout(batch, self._groups, chooses, self._tiles), 0
         self._at: dict[str, int] = {}
         for name, (dtype, shape) in layout.items():
-            self._at[name], size = size, size + -(-int(np.prod(shape)) * np.dtype(dtype).itemsize // ALIGNMENT) * ALIGNMENT
+            self._at[name], size = size, size + -(-int(np.prod(shape)) * np.dtype(dtype).itemsize // alignment) * alignment
         self._block = torch.zeros(size, dtype=torch.uint8, device=cache.device)
         self._staged = torch.zeros(QUEUED, size, dtype=torch.uint8, pin_memory=pinned)
         views = {name: _view(self._block, self._at[name], *layout[name]) for name in layout}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from trtkv.runtime import fused
 from trtkv.runtime.adapters import Adapters
 from trtkv.runtime.graph_program import TORCH_OPS, Node, join_products, load_program, with_deltas
 from trtkv.runtime.packed import PackedWeight
+from trtkv.runtime.rows import Prepared
 from trtkv.runtime.weights import Bound, Weight
 
 
@@ -23,6 +25,7 @@ class TorchExecutor:
     """Executes a graph node by node; `taps` collects the named intermediate values of the next run when it is not None."""
 
     name = "torch"
+    alignment = 16
 
     def __init__(self, graph: Path, weights: Mapping[str, Bound], cache: Cache, adapters: Adapters = Adapters()) -> None:  # noqa: B008 (frozen)
         """Load the graph at `graph`; weights by graph input; cache holds the cache that the plugin ops use."""
@@ -35,6 +38,8 @@ class TorchExecutor:
         self.taps: dict[str, Tensor] | None = None
         self._logits: Tensor | None = None  # of captured steps, each of which is read before the next one runs
         calls = [node.attributes["call"] for node in self._nodes if "call" in node.attributes]
+        for call in calls:
+            call.config.check(cache.plan, call.layer)
         dtype = TORCH_DTYPES[cache.plan.kv_dtype]
         self._programs = [(self._nodes, join_products(self._nodes, {"logits"}))]  # without adapters, and with them
         if self.num_adapters:
@@ -79,6 +84,10 @@ class TorchExecutor:
         self.cache.join()
         logits: Tensor = values["logits"]
         return logits
+
+    def prepare(self, inputs: Mapping[str, Tensor]) -> Prepared:
+        """Prepare a decode step over these inputs."""
+        return Prepared(partial(self.run, inputs))
 
     def _run(self, node: Node, args: list[Any]) -> Any:
         if node.kind == "Gemm":

@@ -2,12 +2,14 @@
 
 The first step of a batch size runs as it is, which loads every kernel, and is captured after it; capturing computes nothing. Steps that choose
 their next tokens on the device are separate graphs: a step may then be queued before the host has read what the one before it chose. So are steps
-in which every sequence is short enough to be read whole: they select nothing; and those of which a sequence takes an adapter.
+in which every sequence is short enough to be read whole: they select nothing; and those of which a sequence takes an adapter. A step that TensorRT
+does not let be captured runs as it is, from the same inputs.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,11 +20,13 @@ import torch
 from torch import Tensor
 
 from plugins.cache.cache import Cache
+from trtkv.errors import EngineError
 from trtkv.runtime.captured_inputs import StagedInputs
 from trtkv.runtime.device_sampler import Ask, DeviceSampler
 from trtkv.runtime.inputs import adapted
-from trtkv.runtime.rows import Executor, StepRow
+from trtkv.runtime.rows import Executor, Prepared, StepRow
 
+log = logging.getLogger("trtkv.tensorrt")
 Key = tuple[int, int, bool, bool]  # sequences; the sampler's version, LOGITS where none chooses; whether all are read whole; any adapter
 LOGITS = -1
 
@@ -30,8 +34,8 @@ LOGITS = -1
 @dataclass(frozen=True, slots=True)
 class _Captured:
     inputs: StagedInputs
-    replay: Callable[[], None]
-    logits: Tensor
+    prepared: Prepared  # what it holds is in the graph
+    run: Callable[[], Tensor]
 
 
 class DecodeGraphs:
@@ -43,6 +47,7 @@ class DecodeGraphs:
         self._captured: dict[Key, _Captured] = {}
         self._version = LOGITS
         self._pool: Any = None
+        self.refused: str | None = None  # why steps are not captured, where they are not
 
     @staticmethod
     def takes(rows: Sequence[StepRow]) -> bool:
@@ -51,8 +56,7 @@ class DecodeGraphs:
 
     def run(self, rows: Sequence[StepRow]) -> Tensor:
         """Run an announced step: logits [B, V] fp32, the caller's to keep."""
-        logits, again = self._run(rows, (), None)
-        return logits.clone() if again else logits
+        return self._run(rows, (), None).clone()
 
     def choose(self, rows: Sequence[StepRow], asks: Sequence[Ask], sampler: DeviceSampler) -> Tensor:
         """Run an announced step and choose its next tokens on the device; returns the logits [B, V] fp32, which the next step overwrites."""
@@ -60,10 +64,10 @@ class DecodeGraphs:
             self._captured = {key: one for key, one in self._captured.items() if key[1] == LOGITS}  # the sampler's state lies elsewhere now
             self._pool = self._pool if self._captured else None  # memory of graphs that are all gone takes no new ones
             self._version = sampler.version
-        return self._run(rows, asks, sampler)[0]
+        return self._run(rows, asks, sampler)
 
-    def _run(self, rows: Sequence[StepRow], asks: Sequence[Ask], sampler: DeviceSampler | None) -> tuple[Tensor, bool]:
-        """Run a step, captured if it was before; returns its logits and whether they lie where the next step's will."""
+    def _run(self, rows: Sequence[StepRow], asks: Sequence[Ask], sampler: DeviceSampler | None) -> Tensor:
+        """Run a step, captured if it was before; returns its logits, which the next step may overwrite."""
         adapters = self._executor.num_adapters if adapted(rows) else 0
         key = (len(rows), LOGITS if sampler is None else sampler.version, self._cache.reads_all, bool(adapters))
         place = 0 if sampler is None else sampler.begin()
@@ -71,15 +75,16 @@ class DecodeGraphs:
         if captured is not None:
             captured.inputs.fill(rows, asks, place)
             self._cache.prepare_replay()
-            captured.replay()
+            logits = captured.run()
             captured.inputs.sent()
-            return captured.logits, True
-        inputs = StagedInputs(len(rows), self._cache, self._width, chooses=sampler is not None, adapters=adapters)
-        values = {**self._fixed, **inputs.tensors}
+            return logits
+        alignment = self._executor.alignment
+        inputs = StagedInputs(len(rows), self._cache, self._width, chooses=sampler is not None, adapters=adapters, alignment=alignment)
+        prepared = self._executor.prepare({**self._fixed, **inputs.tensors})
 
         def step() -> Tensor:
             inputs.fetch(None if sampler is None else sampler.last)
-            logits = self._executor.run(values)
+            logits = prepared.run()
             if sampler is not None:
                 sampler.choose(logits, inputs.choice, inputs.tensors["slots"])
             return logits
@@ -87,11 +92,27 @@ class DecodeGraphs:
         inputs.fill(rows, asks, place)
         first = step()
         inputs.sent()
-        self._pool = self._pool or new_pool()
-        self._cache.forget_shared()
-        replay, logits = capture(step, self._cache.device, self._pool)
-        self._captured[key] = _Captured(inputs, replay, logits)
-        return first, False
+        self._captured[key] = _Captured(inputs, prepared, self._capture(prepared, step))
+        return first
+
+    def _capture(self, prepared: Prepared, step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Return what runs a step again, captured unless TensorRT refuses."""
+        why = prepared.settle() if prepared.settle is not None else None
+        if self.refused is None and why is None:
+            self._pool = self._pool or new_pool()
+            self._cache.forget_shared()
+            try:
+                replay, logits = capture(step, self._cache.device, self._pool)
+            except (EngineError, RuntimeError) as error:
+                if prepared.settle is None:
+                    raise
+                why = str(error)
+            else:
+                return lambda: (replay(), logits)[1]
+        if self.refused is None:
+            self.refused = why
+            log.warning("decode steps are not captured, so that they take longer: %s", why)
+        return step
 
 
 def new_pool() -> Any:

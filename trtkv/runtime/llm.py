@@ -68,7 +68,7 @@ class LLM:
             engine: Directory that `trtkv build` made.
             weights: Checkpoint directory, "random", or None for the one the engine was built from.
             device: auto, cpu, cuda or cuda:N.
-            executor: auto (TensorRT where it runs, else torch), torch or tensorrt.
+            executor: auto (torch where it captures steps, else TensorRT where it runs), torch or tensorrt.
             cache_bytes: Memory for the KV cache; None takes what is free, up to full length for every sequence.
             dense_below: Tokens up to which a sequence is read whole whatever the budget; None chooses what is fastest here.
             offload: Store pages in host memory, and on the device only those that were selected last: for policies that select pages or tokens.

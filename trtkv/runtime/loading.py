@@ -12,7 +12,7 @@ from torch import Tensor
 from plugins.attend import prefill
 from plugins.cache.assemble import make_cache
 from plugins.cache.cache import Cache
-from plugins.cache.kernel_support import dense_below, gpu_ready
+from plugins.cache.kernel_support import captures_all, dense_below, gpu_ready
 from plugins.cache.ledgers.per_head import HeadLedger
 from plugins.cache.tiers.host import measure, measured
 from plugins.cache.tiers.host.layout import why_not
@@ -20,7 +20,7 @@ from plugins.cache.tiers.host.store import Offload, Recall
 from plugins.device import store
 from plugins.device.driver import arch
 from plugins.device.dtypes import TORCH_DTYPES
-from plugins.kernel_list import FOLDER, kernels_for
+from plugins.kernel_list import FOLDER, kernels_for, sampling_kernels
 from trtkv.checkpoint.find import origin, resolve_model
 from trtkv.checkpoint.weights import Checkpoint
 from trtkv.config import Limits
@@ -40,6 +40,7 @@ from trtkv.runtime.streams import current
 from trtkv.runtime.weights import Bound, map_weights, random_weights
 
 Progress = Callable[[str, float], None]
+MEASURED = "the torch executor's captured steps have been measured on GPUs and TensorRT's have not (--executor tensorrt takes TensorRT)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +148,8 @@ def _open(directory: Path, options: Options, progress: Progress, part: Part | No
     try:
         offload = _offload(plan, manifest.limits, device, options, progress, part)
         num_pages = [offload.num_pages] if offload else _pool_sizes(plan, manifest.limits, device, options, held)
+        if manifest.attention == "native":
+            num_pages = [min(num_pages[0], manifest.limits.max_batch_size)]  # a decode step runs over all of them
     except CapacityError:
         if part:
             _agreed([0] * plan.num_page_groups, part)
@@ -163,9 +166,12 @@ def _open(directory: Path, options: Options, progress: Progress, part: Part | No
         cache.reduce, cache.gather, cache.parts = part.reduce, part.gather, part.count
     if gpu_ready(device) is None:
         progress("kernels", 0.0)
-        store.load_all(kernels_for(plan, manifest.model, manifest.limits, arch()))
-        shape = manifest.model.num_q_heads, manifest.model.num_kv_heads, manifest.model.head_dim
-        prefill.prepare(*shape, TORCH_DTYPES[plan.kv_dtype], manifest.limits, device)
+        if manifest.attention == "native":
+            store.load_all(sampling_kernels(manifest.model, arch()))
+        else:
+            store.load_all(kernels_for(plan, manifest.model, manifest.limits, arch()))
+            shape = manifest.model.num_q_heads, manifest.model.num_kv_heads, manifest.model.head_dim
+            prefill.prepare(*shape, TORCH_DTYPES[plan.kv_dtype], manifest.limits, device)
         if offload:
             _settle_recall(offload, plan, progress, part)
     elif offload:
@@ -290,9 +296,13 @@ def _executor(
             return TorchExecutor(directory / GRAPH, weights, cache, adapters)
         except EngineError as error:
             raise EngineError(error.problem, manifest.remedy) from None
+    from trtkv.runtime.row_executor import RowExecutor
     from trtkv.runtime.tensorrt import open_executor
 
-    return open_executor((directory / PLAN).read_bytes(), manifest, weights, cache)
+    data = (directory / PLAN).read_bytes()
+    if manifest.attention == "native":
+        return open_executor(data, manifest, weights, cache, RowExecutor)
+    return open_executor(data, manifest, weights, cache)
 
 
 def _why_torch(manifest: Manifest, options: Options, device: torch.device) -> str | None:
@@ -302,6 +312,11 @@ def _why_torch(manifest: Manifest, options: Options, device: torch.device) -> st
         raise ConfigError(f"executor '{wanted}' is not known", "Choose auto, torch or tensorrt.")
     reason = "adapters are loaded, which its plan does not add" if options.adapters else _why_not_tensorrt(manifest, device)
     reason = "the torch executor was requested" if wanted == "torch" else reason
+    if wanted == "auto" and reason is None and not _holds_weights(manifest) and captures_all(manifest.cache, device):
+        reason = MEASURED
+    if manifest.attention == "native" and (reason is not None or options.offload):
+        why = reason or "--offload stores tokens outside its caches"
+        raise EngineError(f"only TensorRT runs this engine, which was built with --attention native: {why}", "Build it without --attention native.")
     if wanted == "tensorrt" and reason is not None:
         raise EngineError(f"TensorRT cannot run this engine here: {reason}", "Leave --executor out: the torch executor runs the same graph.")
     return reason
@@ -319,5 +334,8 @@ def _why_not_tensorrt(manifest: Manifest, device: torch.device) -> str | None:
 
 def _held_bytes(directory: Path, manifest: Manifest, why_torch: str | None) -> int:
     """Return the bytes of a plan that TensorRT will load with its own weights, 0 where the checkpoint's are needed."""
-    holds = why_torch is None and manifest.plan_info is not None and manifest.plan_info.holds_weights
-    return (directory / PLAN).stat().st_size if holds else 0
+    return (directory / PLAN).stat().st_size if why_torch is None and _holds_weights(manifest) else 0
+
+
+def _holds_weights(manifest: Manifest) -> bool:
+    return manifest.plan_info is not None and manifest.plan_info.holds_weights

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -11,11 +11,23 @@ from torch import Tensor
 from plugins.cache.pages import Pages
 
 
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A decode step whose inputs and logits lie at the same addresses for good: logits [B, V] fp32, which its next run may overwrite.
+
+    settle is called after the first run and says why the step is not to be captured; without it a step that cannot be captured is an error.
+    """
+
+    run: Callable[[], Tensor]
+    settle: Callable[[], str | None] | None = None
+
+
 class Executor(Protocol):
     """What runs the graph: the torch executor or TensorRT."""
 
     name: str
     num_adapters: int  # that rows may take
+    alignment: int  # bytes at which the inputs of a prepared step begin
 
     @property
     def capturable(self) -> bool:
@@ -24,6 +36,9 @@ class Executor(Protocol):
 
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Run one announced step; returns logits [R, V] fp32."""
+
+    def prepare(self, inputs: Mapping[str, Tensor]) -> Prepared:
+        """Prepare a decode step over these inputs, each of its own for good."""
 
 
 @dataclass(slots=True)

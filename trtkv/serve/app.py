@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, Security
@@ -41,15 +41,14 @@ PROBE_S = 10.0  # a probe that takes longer says "not ready"
 class Settings:
     """What the front lets in: keys (none: all clients), origins of web pages, bytes of a body, names of this host (none: any).
 
-    parsers say how answers are read; keys replaces api_keys where there is a file of keys; read_s is the time for a request's head, and for its body.
+    parsers say how answers are read; read_s is the time for a request's head, and for its body.
     """
 
-    api_keys: Sequence[str] = ()
+    keys: KeyRing = field(default_factory=KeyRing)
     origins: Sequence[str] = ()
     max_body_bytes: int = 4 << 20
     hosts: Sequence[str] = ()
     parsers: Parsers = Parsers()  # noqa: RUF009 (frozen)
-    keys: KeyRing | None = None
     read_s: float = 30.0
     traces: Traces | None = None
 
@@ -62,7 +61,7 @@ def make_app(backends: Mapping[str, Backend], metrics: Prometheus, settings: Set
         around.append(Middleware(CORSMiddleware, allow_origins=list(settings.origins), allow_methods=["GET", "POST"], allow_headers=["*"]))
     if settings.hosts:
         around.append(Middleware(Hosts, hosts=settings.hosts))
-    around.append(Middleware(Keys, ring=settings.keys or KeyRing(settings.api_keys)))
+    around.append(Middleware(Keys, ring=settings.keys))
     handlers: dict[int | type[Exception], Handler] = {
         **dict.fromkeys((TrtkvError, RequestValidationError, Exception), answer_error),
         HTTPException: _answer_http,

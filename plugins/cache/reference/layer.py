@@ -107,7 +107,7 @@ class LayerCache:
         """Choose what a decode query [Hq, D] reads: units [H, K] int64 ascending, or None for all; `attend` follows the choice."""
         role, stored = self.roles.retrieve, len(self.heads[0])
         query, self.chosen, previous = query.float(), None, self.previous
-        self.previous = query if self.decoding else None
+        self.previous = query.clone() if self.decoding else None  # it may be only lent
         if role is None or self.layer < role.dense_layers or stored <= role.budget:
             return None
         plan = role.select_plan()

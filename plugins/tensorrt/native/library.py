@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from plugins.device import nvrtc
-from trtkv.errors import BuildError
+from trtkv.errors import BuildError, CapacityError
 
 NAME = "libtrtkv_plugins.so"
 SETTING = "TRTKV_TENSORRT_INCLUDE"
@@ -28,6 +30,7 @@ FLAGS = (
     "-static-libgcc",
     "-s",
     "-Wl,-z,noexecstack",
+    "-Wl,-z,defs",
     "-Wl,-z,nodelete",
     f"-Wl,--version-script={HERE / 'exports.map'}",
 )  # fmt: skip  - a registry may hold creators of a library that it closed
@@ -39,23 +42,32 @@ def check() -> None:
 
 
 def compile_library(blob: bytes, out: Path) -> None:
-    """Write the library of a blob; raises BuildError where the compiler or TensorRT's headers are missing, or it fails."""
+    """Write the library of a blob; raises BuildError where compiler or headers are missing or it fails, CapacityError on a full disk."""
+    full = CapacityError(f"there is no space left for the native library, or in '{tempfile.gettempdir()}'", "Free some, or set --out or TMPDIR.")
     with tempfile.TemporaryDirectory(prefix="trtkv-") as folder:
         tables = Path(folder) / "tables.bin"
-        tables.write_bytes(blob)
+        try:
+            tables.write_bytes(blob)
+        except OSError as error:
+            raise full if error.errno == errno.ENOSPC else error from None
         words = [*command(), *(str(HERE / one) for one in SOURCES), f'-DTABLES="{tables}"', *FLAGS, "-ldl", "-o", str(out)]
-        done = subprocess.run(words, check=False, capture_output=True, text=True)
+        done = subprocess.run(words, check=False, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"})
+    if "No space left on device" in done.stderr:
+        raise full
     if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines() or ["it gave no reason"]
+        lines = (
+            [line for line in done.stderr.splitlines() if "error" in line or "undefined" in line] or done.stderr.splitlines() or ["it gave no reason"]
+        )
         raise BuildError(f"the native library does not compile: {' '.join(lines[0].split())[:300]}", f"Check {words[0]} and {SETTING}.")
 
 
 def command() -> list[str]:
     """Return the compiler with the folders of headers; raises BuildError where something is missing."""
-    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    name, *flags = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    compiler = shutil.which(name)
     if compiler is None:
-        raise BuildError("the native library needs a C++ compiler, and there is no g++", "Install g++, or name a compiler with CXX.")
-    return [compiler, *(f"-isystem{one}" for one in (HERE / "types", tensorrt_headers(), _cuda_headers()))]
+        raise BuildError(f"the native library needs a C++ compiler, and there is no {name}", "Install g++, or name a compiler with CXX.")
+    return [compiler, *flags, *(f"-isystem{one}" for one in (HERE / "types", tensorrt_headers(), _cuda_headers()))]
 
 
 def tensorrt_headers() -> Path:
@@ -63,12 +75,12 @@ def tensorrt_headers() -> Path:
     named = os.environ.get(SETTING)
     if named:
         if not (Path(named) / HEADER).is_file():
-            raise BuildError(f"{SETTING} names '{named}', which has no {HEADER}", "Name the folder 'include' of TensorRT.")
+            raise BuildError(f"{SETTING} names '{named}', which has no {HEADER}", "Name the folder 'include' of TensorRT, or unset it.")
         return Path(named)
     found = next((folder for folder in _header_folders() if (folder / HEADER).is_file()), None)
     if found is None:
         problem = f"the native library needs TensorRT's headers, and there is no {HEADER} here"
-        raise BuildError(problem, f"Set {SETTING} to the folder 'include' of TensorRT or TensorRT-RTX, or of a clone of NVIDIA/TensorRT.")
+        raise BuildError(problem, f"Run: pip install 'trtkv[native]', or set {SETTING} to the folder 'include' of TensorRT.")
     return found
 
 
@@ -85,6 +97,9 @@ def _header_folders() -> Iterator[Path]:
         Path("/usr/include"),
         Path("/usr/local/tensorrt/include"),
     )
+    for entry in sys.path:
+        if entry:
+            yield Path(entry) / "kernel_lens" / "include" / "tensorrt"
 
 
 def _cuda_headers() -> Path:

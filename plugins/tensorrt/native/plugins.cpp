@@ -25,7 +25,7 @@ struct Face {
 };
 constexpr Face kFaces[] = {{"KvAppend", kAppend, 2, 8, 9, 11}, {"KvSelect", kSelect, 1, 6, 7, 7}, {"KvAttend", kAttend, 1, 6, 7, 8}};
 
-ILoggerFinder* finder = nullptr;
+void* finder = nullptr;
 
 template <typename T> T find_symbol(char const* name) {
   void* found = dlsym(RTLD_DEFAULT, name);
@@ -36,12 +36,24 @@ template <typename T> T find_symbol(char const* name) {
   return reinterpret_cast<T>(found);
 }
 
+// TensorRT 11 and TensorRT-RTX 1.5 moved the functions of logger, its finder and registry. The headers at hand may be of one kind and the TensorRT that
+// opens the library of the other, so these three are called by the places of their functions.
+bool moved() {
+  auto const version = find_symbol<int32_t (*)()>("getInferLibVersion"); // 101401 is TensorRT 10.14.1, 10701 TensorRT-RTX 1.7.1
+  int32_t const here = version ? version() : NV_TENSORRT_MAJOR * 10000 + NV_TENSORRT_MINOR * 100;
+  return here >= 110000 || (here >= 10500 && here < 100000);
+}
+template <typename Result, typename... Given> Result call(void* object, int place, Given... given) {
+  return reinterpret_cast<Result (*)(void*, Given...)>((*static_cast<void***>(object))[place])(object, given...);
+}
+
 void report(std::string const& text) {
-  static auto const global = find_symbol<ILogger* (*)()>("getLogger");
-  ILogger* logger = finder ? finder->findLogger() : global ? global() : nullptr;
+  auto const global = find_symbol<void* (*)()>("getLogger");
+  int const place = moved() ? 4 : 0;
+  void* const logger = finder ? call<void*>(finder, place) : global ? global() : nullptr;
   std::string const line = "trtkv: " + text;
   if (logger) {
-    logger->log(ILogger::Severity::kERROR, line.c_str());
+    call<void>(logger, place, ILogger::Severity::kERROR, line.c_str());
   } else {
     std::fprintf(stderr, "%s\n", line.c_str());
   }
@@ -121,12 +133,13 @@ class Plugin : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBui
     calls_ = nullptr;
     if (!runs_) return 0; // a builder that measures
     longest_ = static_cast<unsigned>(inputs[0].dims.d[0] - batch_ + 1); // every sequence has a new token
-    auto const columns = inputs[face_.sequences + 4].dims.d[2];
+    auto const groups = inputs[face_.sequences + 4].dims.d[0], columns = inputs[face_.sequences + 4].dims.d[2];
     uint32_t const wanted = 1 + tables.buffers * tables.layers;
     if (inputs[0].dims.d[0] < batch_) return fail("every sequence needs a new token");
     if (batch_ > static_cast<int>(tables.max_batch)) return fail("this library takes " + std::to_string(tables.max_batch) + " sequences");
+    if (groups != static_cast<int64_t>(tables.groups)) return fail("'page_table' needs " + std::to_string(tables.groups) + " page groups");
     if (columns != static_cast<int64_t>(tables.pages)) return fail("'page_table' needs " + std::to_string(tables.pages) + " columns");
-    if (entries_ != static_cast<int64_t>(wanted)) return fail("'state' needs " + std::to_string(wanted) + " entries");
+    if (entries_ < static_cast<int64_t>(wanted)) return fail("'state' needs " + std::to_string(wanted) + " entries");
     return 0;
   }
 
@@ -196,15 +209,16 @@ class Creator : public IPluginCreatorV3One {
       if (!std::strcmp(field.name, "cfg") && field.data) config.text.assign(static_cast<char const*>(field.data), field.length);
     }
     while (!config.text.empty() && config.text.back() == '\0') config.text.pop_back();
-    std::string const plan = config.value("plan"), ours = std::string("\"") + tables.text(tables.plan) + "\"";
     std::string const where = std::string(face_.name) + " '" + name + "'";
-    if (plan != ours) {
-      report(where + " is of plan " + (plan.empty() ? "unknown" : plan) + ", and this library of trtkv " + tables.text(tables.version) +
-          " is of plan " + ours + ", policy " + tables.text(tables.policy) + ". Load the library that trtkv build --native wrote beside the engine.");
-      return nullptr;
-    }
     if (config.layer < 0 || config.layer >= static_cast<int>(tables.layers)) {
       report(where + " is of layer " + std::to_string(config.layer) + ", and the plan has " + std::to_string(tables.layers) + " layers");
+      return nullptr;
+    }
+    int const kind = tables.at<int32_t>(tables.kind_of_layer)[config.layer];
+    std::string const ours = tables.text(tables.at<uint32_t>(tables.configs)[kind]);
+    if (config.text != ours) {
+      report(where + " has " + config.text + ", and this library of trtkv " + tables.text(tables.version) + ", policy " + tables.text(tables.policy) +
+          ", has " + ours + ". Load the library that trtkv build --native wrote beside the engine.");
       return nullptr;
     }
     return new Plugin(face_, std::move(config), phase == TensorRTPhase::kRUNTIME);
@@ -222,17 +236,18 @@ IPluginCreatorInterface* const kCreators[] = {&creators[0], &creators[1], &creat
 
 // A library that is only opened, as polygraphy and trtexec do, registers itself; who asks for its creators registers them, and only once can they be.
 struct Registration {
-  IPluginRegistry* registry = nullptr;
+  void* registry = nullptr;
+  int place = 0; // of registerCreator
   std::vector<IPluginCreatorInterface*> registered;
   Registration() {
-    auto const find = find_symbol<IPluginRegistry* (*)()>("getPluginRegistry");
-    registry = find ? find() : nullptr;
+    auto const find = find_symbol<void* (*)()>("getPluginRegistry");
+    registry = find ? find() : nullptr, place = moved() ? 8 : 12;
     for (auto* one : kCreators) {
-      if (registry && registry->registerCreator(*one, kDomain)) registered.push_back(one);
+      if (registry && call<bool>(registry, place, one, kDomain)) registered.push_back(one);
     }
   }
   void release() {
-    for (auto* one : registered) registry->deregisterCreator(*one);
+    for (auto* one : registered) call<bool>(registry, place + 3, one);
     registered.clear();
   }
 } registration;

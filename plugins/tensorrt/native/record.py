@@ -23,7 +23,7 @@ from plugins.cache.paged import PagedCache
 from plugins.config import OpConfig
 from plugins.device import recording
 from plugins.device.dtypes import TORCH_DTYPES
-from plugins.device.spec import Float, Long, Pointer, Spec
+from plugins.device.spec import Float, Long, Pointer
 from plugins.device.triton_aot import TritonSpec
 from plugins.nodes import APPEND, ATTEND, SELECT, OpFace, Run
 from plugins.select import launch_previous_query
@@ -58,20 +58,12 @@ class Scratch:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """A launch as it is repeated; threads is 0 where the compiled kernel says how many, and how much shared memory.
+class Call(recording.Launch):
+    """A launch as it is repeated, whose values are Arguments; for some kernels the compiled one says how many threads and how much shared memory.
 
     A launch for chunks of at most L tokens, of which a block takes `per`, has (L + per - 2) / per + 1 blocks for each; per is 0 otherwise.
     """
 
-    spec: Spec
-    grid: tuple[int, int, int]
-    threads: int
-    shared: int
-    cluster: int
-    overlap: bool
-    cooperative: bool
-    arguments: tuple[Argument, ...]
     per: int = 0
 
 

@@ -1,6 +1,7 @@
 #include "session.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 namespace trtkv {
 
@@ -123,6 +124,10 @@ Session::Session(void const* state, int64_t entries, CUstream stream) : kernels(
   auto const from = reinterpret_cast<CUdeviceptr>(state);
   check(driver()->cuMemcpyDtoHAsync(entries_.data(), from, entries * sizeof(int64_t), beside.stream), "the input 'state' cannot be read");
   beside.wait();
+  if (entries_[0] != std::strtoll(tables.text(tables.plan), nullptr, 16)) {
+    throw Error("the input 'state' is of a cache of another plan, and this library of " + std::string(tables.text(tables.plan)) +
+        ". Begin it with the number that layout.txt beside the library begins with.");
+  }
 }
 
 Session::~Session() {

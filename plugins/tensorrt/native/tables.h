@@ -45,7 +45,7 @@ struct Tables {
   char magic[8];
   uint32_t plan, version, policy, sms; // texts
   uint32_t layers, groups, pages, max_batch, half, norms, heads, dim, buffers, kinds;
-  Span kind_of_layer, binaries, kernels, launches, arguments, programs, nodes, scratch, steps, devices, texts;
+  Span kind_of_layer, configs, binaries, kernels, launches, arguments, programs, nodes, scratch, steps, devices, texts;
 
   template <typename T> T const* at(Span span) const { return reinterpret_cast<T const*>(reinterpret_cast<char const*>(this) + span.offset); }
   char const* text(uint32_t offset) const { return at<char>(texts) + offset; }

@@ -21,7 +21,7 @@ MULTIPROCESSORS = {
     "121": (48,),
 }  # fmt: skip
 USUAL = (16, 32, 64, 128)  # of compute capabilities that are not known
-_HEADER = struct.Struct("<8s4I10I22I")
+_HEADER = struct.Struct("<8s4I10I24I")
 Kind = tuple[str, int]  # of GPUs: compute capability and multiprocessors
 
 
@@ -50,7 +50,8 @@ def pack(nodes: Nodes, sms: Sequence[str], steps: Mapping[Kind, Sequence[Step]],
     sizes = (plan.num_layers, plan.num_page_groups, nodes.pages, nodes.limits.max_batch_size, int(plan.kv_dtype == "float16"), int(nodes.norms),
              config.num_q_heads, config.head_dim, len(plan.buffers), len(nodes.first_layers))  # fmt: skip
     kinds = struct.pack(f"<{len(nodes.kinds)}i", *nodes.kinds)
-    return made.blob(texts, sizes, kinds, devices)
+    configs = struct.pack(f"<{len(nodes.first_layers)}I", *(made.text(nodes.configs[layer].to_json()) for layer in nodes.first_layers))
+    return made.blob(texts, sizes, (kinds, configs), devices)
 
 
 def _nodes(step: Step) -> Iterator[tuple[Call, ...]]:
@@ -81,18 +82,18 @@ class _Sections:
     def text(self, text: str) -> int:
         return self.once(("text", text), lambda: self._append(self.texts, text.encode() + b"\0", 1))
 
-    def blob(self, texts: Sequence[int], sizes: Sequence[int], kinds: bytes, devices: bytes) -> bytes:
+    def blob(self, texts: Sequence[int], sizes: Sequence[int], kinds: tuple[bytes, bytes], devices: bytes) -> bytes:
         """Put everything in one piece: header, sections at multiples of sixteen bytes, cubins at multiples of 64."""
         parts: list[tuple[bytes | bytearray, int]] = [
-            (kinds, 4), (bytes(16 * len(self.cubins)), 16), (self.kernels, 24), (self.launches, 48), (self.arguments, 16), (self.programs, 8),
-            (self.nodes, 4), (self.scratch, 16), (self.steps, 16), (devices, 16), (self.texts, 1),
+            (kinds[0], 4), (kinds[1], 4), (bytes(16 * len(self.cubins)), 16), (self.kernels, 24), (self.launches, 48), (self.arguments, 16),
+            (self.programs, 8), (self.nodes, 4), (self.scratch, 16), (self.steps, 16), (devices, 16), (self.texts, 1),
         ]  # fmt: skip
         blob, spans, places = bytearray(_HEADER.size), list[int](), b""
         for part, width in parts:
             spans += [_place(blob, part, 16), len(part) // width]
         for cubin in self.cubins:
             places += struct.pack("<2Q", _place(blob, cubin, 64), len(cubin))
-        blob[spans[2] : spans[2] + len(places)] = places
+        blob[spans[4] : spans[4] + len(places)] = places
         blob[: _HEADER.size] = _HEADER.pack(MAGIC, *texts, *sizes, *spans)
         return bytes(blob)
 
@@ -114,10 +115,10 @@ class _Sections:
         facts = self.binaries[call.spec].facts
         threads, shared = (call.threads, call.shared) if call.threads else (facts["threads"], facts["shared"])
         flags = OVERLAP * call.overlap | COOPERATIVE * call.cooperative
-        arguments = b"".join(map(_argument, call.arguments))
-        first = self.once(("arguments", call.arguments), lambda: self._append(self.arguments, arguments, 16))
+        arguments = b"".join(map(_argument, call.values))
+        first = self.once(("arguments", call.values), lambda: self._append(self.arguments, arguments, 16))
         kernel = self.once(("kernel", call.spec), lambda: self._add_kernel(call.spec))
-        return struct.pack("<12I", kernel, *call.grid, threads, shared, call.cluster, flags, first, len(call.arguments), call.per, 0)
+        return struct.pack("<12I", kernel, *call.grid, threads, shared, call.cluster, flags, first, len(call.values), call.per, 0)
 
     def _add_kernel(self, spec: Spec) -> int:
         binary = self.binaries[spec]

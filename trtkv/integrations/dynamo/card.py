@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 
@@ -18,14 +20,18 @@ def write_card(directory: Path, manifest: Manifest, weights: str | None) -> Path
     """Gather an engine's files for the frontend and return their directory.
 
     The frontend takes workers for one model whose files and path are equal, so both follow from the build and the weights alone. Raises
-    EngineError where the engine has no tokenizer.
+    EngineError where the engine has no tokenizer or another user holds the directory.
     """
     if not (directory / FILES[0]).is_file():
         raise EngineError(f"'{directory}' has no tokenizer, by which the frontend reads texts", "Build from a checkpoint that has one.")
     served = f"{manifest.build_hash}-{weights or manifest.weights_hash or 'own'}".replace("/", "_")
     root = Path(tempfile.gettempdir()) / f"trtkv-dynamo-{os.getuid()}"
     target = root / served
-    root.mkdir(mode=0o700, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        root.mkdir(mode=0o700)
+    found = root.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise EngineError(f"'{root}' is not this user's own directory, and the frontend would trust what lies there", "Remove it, or set TMPDIR.")
     with tempfile.TemporaryDirectory(dir=root) as stage:
         for name in FILES:
             if (directory / name).is_file():

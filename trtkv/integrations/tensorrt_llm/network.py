@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from plugins.nodes import APPEND, ATTEND, FACES, SELECT, SEQUENCES, OpFace
+from plugins.nodes import APPEND, ATTEND, FACES, SELECT, SEQUENCES, STEP_INPUTS, OpFace
 from plugins.tensorrt.backend import load
 from plugins.tensorrt.plugin import new_plugin, register
 from plugins.tensorrt.recorder import Recorder
 from trtkv.config import Limits, ModelConfig
 from trtkv.engine.profiles import profiles
 from trtkv.errors import BuildError
-from trtkv.graph.decoder import STEP_INPUTS, op_config, state_length
+from trtkv.graph.decoder import op_config
 from trtkv.integrations.tensorrt_llm.surface import Surface
 from trtkv.plan import CachePlan
 
@@ -24,7 +24,7 @@ from trtkv.plan import CachePlan
 def declare_inputs(surface: Surface, model: ModelConfig, plan: CachePlan, limits: Limits) -> dict[str, Any]:
     """Declare the inputs of a step, named, typed and ranged as in the core path's graph; the rotary table is no input but a constant."""
     ranges = [profile.shapes for profile in profiles(plan, limits)]
-    fixed = {"A": state_length(plan), "Y": plan.num_page_groups}
+    fixed = {"A": plan.num_addresses}
     tensors = {}
     for name, (dtype, letters) in STEP_INPUTS.items():
         if name == "rope":
@@ -71,8 +71,9 @@ class Emitter:
         self.recorder.check(BuildError)
         if node is None:
             raise BuildError(f"TensorRT refused the plugin node '{name}'", "See TensorRT-LLM's log for its reason.")
-        node.name = name
         out = node.get_output(0)
         _ = tuple(out.shape)  # reads shape and dtype now, so that an error names this node
         self.recorder.check(BuildError)
-        return self.surface.create_tensor(out, node)
+        made = self.surface.create_tensor(out, node)
+        node.name = out.name = name  # as in the core path's graph; TensorRT-LLM has just named both by its modules
+        return made

@@ -65,7 +65,7 @@ def _recall_ahead(cache: Cache, offloaded_layers: OffloadedLayers, layer: int, c
     """Recall what this step's query chooses for the next one, beside what follows of this one; complete pages go to the host."""
     offload, step = offloaded_layers.offload, cache.step(layer)
     ahead = step.once(("next", len(rows.lens)), lambda: rows.lens + 1)
-    offload.kept += (rows.query, rows.lens, rows.slots, rows.table, ahead)
+    rows = offload.keep(rows, step, lent=not cache.keeps_inputs)
     with offload.lane.behind():
         choose_units(cache, layer, config, rows, likely, ahead=ahead)
     with offload.lane.after():

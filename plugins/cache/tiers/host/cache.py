@@ -167,7 +167,7 @@ class HostCache(PagedCache):
     def _recall_ahead(self, layer: int, config: OpConfig, rows: Decoding) -> None:
         """Recall what this step's query chooses for the next one, beside what follows of this step."""
         store, shared = self.host, self._exchange(rows.lens.shape[0])
-        store.kept += (rows.query, rows.lens, rows.slots, rows.table)
+        rows = store.keep(rows, self.step(layer), lent=not self.keeps_inputs)
         likely = shared.likely[store.shape.layers.index(layer)]
         with store.lane.behind():
             choose_units(self, layer, config, rows, likely, ahead=shared.found[3])

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from plugins.cache.batch import Decoding, StepGroup
 from plugins.cache.kernel_support import gpu_ready
 from plugins.cache.tiers.host.copies import LEAST_PAGES
 from plugins.cache.tiers.host.layout import Layout, layout, records
@@ -192,6 +193,14 @@ class Offload:
     def every(self) -> Sequence[Tier | RecordTier]:
         """All layers."""
         return [*self.tiers.values(), *self.coded.values()]
+
+    def keep(self, rows: Decoding, step: StepGroup, *, lent: bool) -> Decoding:
+        """Return rows as the lane may read them until it is joined; lent says that what runs the graph overwrites a node's inputs after it."""
+        if lent:
+            lens, slots, table = step.once("kept", lambda: tuple(x.clone() for x in (rows.lens, rows.slots, rows.table)))
+            rows = Decoding(rows.query.clone(), lens, slots, table)
+        self.kept += (rows.query, rows.lens, rows.slots, rows.table)
+        return rows
 
     def tier(self, layer: int) -> Tier | RecordTier:
         """Return an offloaded layer."""

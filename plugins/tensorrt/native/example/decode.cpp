@@ -47,12 +47,11 @@ template <typename T> CUdeviceptr upload(std::vector<T> const& values, CUdevicep
 
 struct Layout { // of the cache: ENGINE/native/layout.txt
   int layers, groups, page_size, pages, slots;
-  std::vector<int64_t> state{1}; // a key that nothing here reads, then the address of every buffer of every layer, 0 where there is none
+  std::vector<int64_t> state{0}; // the plan's number, then the address of every buffer of every layer, 0 where there is none; then room
   explicit Layout(std::string const& path) {
     std::ifstream file(path);
-    std::string name, rows, there;
-    size_t bytes = 0;
-    if (!(file >> layers >> groups >> page_size >> pages >> slots)) fail("no " + path + ": build the engine with trtkv build --native");
+    size_t bytes = 0, entries = 0; std::string name, rows, there;
+    if (!(file >> state[0] >> entries >> layers >> groups >> page_size >> pages >> slots)) fail("no " + path + ": build the engine with trtkv build --native");
     while (file >> name >> rows >> bytes >> there) {
       for (int layer = 0; layer < layers; ++layer) {
         size_t const size = bytes * (rows == "P" ? pages : slots);
@@ -60,6 +59,7 @@ struct Layout { // of the cache: ENGINE/native/layout.txt
         if (state.back()) check(cuMemsetD8(state.back(), 0xff, size), "no memory"); // a query that is remembered of nothing is NaN
       }
     }
+    state.resize(entries);
   }
 };
 

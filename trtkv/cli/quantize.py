@@ -1,0 +1,107 @@
+"""`trtkv quantize`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from cyclopts import App
+
+from trtkv.cli.output import Size, notes, print_json, print_table, progress
+from trtkv.cli.values import Count
+from trtkv.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from trtkv.checkpoint.find import Source
+
+ENDS, WINDOWS = 4, 16  # windows' lengths of text, and in it windows that overlap, by which both checkpoints are compared
+
+
+def register(app: App) -> None:
+    """Add the command."""
+    app.command(quantize)
+
+
+def quantize(
+    *,
+    model: str,
+    to: Literal["fp8", "int4"],
+    out: Path | None = None,
+    text: Path | None = None,
+    samples: Count = 64,
+    length: Count = 512,
+    env: Path | None = None,
+    device: str = "auto",
+    force: bool = False,
+    json: bool = False,
+) -> None:
+    """Write a quantized checkpoint, which trtkv build takes as any other, and compare it with the one that it was made from.
+
+    fp8 has a scale for every row; int4 has groups of 128 inputs with zero points, and AWQ's scales of channels. The head and the embedding stay as
+    they are. llm-compressor does the work (pip install 'trtkv[quantize]').
+
+    Args:
+        model: Preset, Hugging Face directory or hub id, in bfloat16, float16 or float32.
+        to: fp8 or int4.
+        out: Directory to write; the model's name with -fp8 or -int4 by default.
+        text: Text that calibrates int4 and, with its end, compares both; Python's documentation by default.
+        samples: Windows of the text that calibrate.
+        length: Tokens of a window.
+        env: Virtual environment with llm-compressor, where this one has none.
+        device: What compares: auto, cpu, cuda or cuda:N.
+        force: Replace what is there.
+        json: Print one JSON object.
+    """
+    from trtkv.checkpoint.find import resolve_model
+    from trtkv.checkpoint.quantize import python_of
+    from trtkv.checkpoint.quantize import quantize as run
+    from trtkv.eval.perplexity import cut
+    from trtkv.eval.quantized import difference
+
+    source = resolve_model(model)
+    if source.path is None:
+        raise CheckpointError(f"the weights of '{model}' are not here", f"Fetch them: trtkv pull {model}.")
+    target = out or Path(f"{Path(source.name).name}-{to}")
+    if target.exists() and not force:
+        raise ConfigError(f"'{target}' exists", "Choose another --out, or add --force.")
+    python = python_of(env)
+    tokens = _tokens(source, text, (samples + ENDS) * length)
+    calibrating, last = tokens[: samples * length], tokens[samples * length :]
+    texts = cut(last, length, WINDOWS, str(text or "Python's documentation"))
+    with progress("quantize") as report:
+        run(source, target, to, [calibrating[at : at + length] for at in range(0, len(calibrating), length)] if to == "int4" else (), python, report)
+    with progress("compare") as report:
+        found = difference(resolve_model(str(target)), source, texts, device, lambda fraction: report("compare", fraction))
+    sizes = [sum(file.stat().st_size for file in path.glob("*.safetensors")) for path in (source.path, target)]
+    if json:
+        print_json(
+            {
+                "path": str(target),
+                "bytes": sizes[1],
+                "original_bytes": sizes[0],
+                "tokens": sum(len(t.tokens) - t.prompt for t in texts),
+                **asdict(found),
+            }
+        )
+        return
+    rows = [
+        [source.name, Size(sizes[0]), f"{found.original_perplexity:.3f}", "", ""],
+        [str(target), Size(sizes[1]), f"{found.perplexity:.3f}", f"{found.agreement:.1%} ± {found.agreement_error:.1%}", f"{found.kl:.4f}"],
+    ]
+    print_table(["checkpoint", "weights", "perplexity", "same likeliest token", "KL, nats"], rows)
+    notes.print(f"Build an engine: trtkv build --model {target} --policy POLICY", markup=False)
+
+
+def _tokens(source: Source, text: Path | None, wanted: int) -> list[int]:
+    """Return as many tokens of a text as are wanted; raises ConfigError where it has fewer."""
+    from trtkv.eval.files import read_text
+    from trtkv.eval.haystack import sentences
+    from trtkv.runtime.tokenizer import Tokenizer
+
+    assert source.path is not None
+    found = Tokenizer(source.path).encode(" ".join(sentences()) if text is None else read_text(text))
+    if len(found) < wanted:
+        name = f"'{text}'" if text else "Python's documentation"
+        raise ConfigError(f"{name} has {len(found)} tokens, and {wanted} are wanted", "Give a longer --text, fewer --samples or a lower --length.")
+    return found[:wanted]
