@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 # numpy has no bfloat16, so such a tensor travels as int16 and is viewed as what it is.
 TYPE_CODES = {"FLOAT": "<f4", "HALF": "<f2", "BF16": "<i2", "INT32": "<i4", "INT64": "<i8"}
-TORCH_NAMES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT32": "int32", "INT64": "int64"}
+TORCH_NAMES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT32": "int32", "INT64": "int64", "FP8": "float8_e4m3fn"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from plugins.tensorrt.tensors import TORCH_NAMES
 from tests.packing import AWQ, FORMATS, INT4, make_packed, of_compressed_tensors
 from tests.runtime.test_executor import assert_as_good_as_transformers
 from tests.tiny import TinyModel, make_rig
@@ -96,6 +97,11 @@ def test_a_plan_gets_codes_transposed_where_they_lie(device: str, tmp_path: Path
         if isinstance(one, PackedWeight):
             codes, scales = given[name].float(), given[f"{name}.scales"]
             assert codes.shape == (one.parts[0].width, one.rows) and torch.equal((codes * scales).t().cpu(), wide(one))
+
+
+def test_the_runtime_knows_tensorrts_word_for_fp8() -> None:
+    trt = pytest.importorskip("tensorrt_rtx")
+    assert getattr(torch, TORCH_NAMES[trt.DataType.FP8.name]) == torch.float8_e4m3fn
 
 
 def spoil(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
