@@ -18,7 +18,8 @@ from tests.tiny import TinyModel
 from trtkv.api import build
 from trtkv.errors import EngineError
 from trtkv.runtime.batcher import Batcher, Call
-from trtkv.runtime.device_sampler import PENDING, Ask, DeviceSampler
+from trtkv.runtime.choice import PENDING, Choice
+from trtkv.runtime.device_sampler import DeviceSampler
 from trtkv.runtime.loading import Engine, Options, open_engine
 from trtkv.runtime.sampler import SamplingParams, choose, count_tokens, settings_of, uniform
 
@@ -171,17 +172,17 @@ class OneToken:
     def __init__(self, device: str, vocab: int, slots: int) -> None:
         self.sampler, self.vocab = DeviceSampler(slots, torch.device(device)), vocab
 
-    def step(self, logits: torch.Tensor, slots: list[int], asks: list[Ask]) -> tuple[list[int], list[float | None]]:
+    def step(self, logits: torch.Tensor, slots: list[int], choices: list[Choice]) -> tuple[list[int], list[float | None]]:
         sampler, device = self.sampler, self.sampler.device
-        sampler.prepare(slots, asks, self.vocab)
-        values = {name: torch.from_numpy(value).to(device) for name, value in sampler.inputs(asks).items()}
+        sampler.prepare(slots, choices, self.vocab)
+        values = {name: torch.from_numpy(value).to(device) for name, value in sampler.inputs(choices).items()}
         where = torch.tensor(slots, dtype=torch.int32, device=device)
         given = torch.tensor([PENDING, 3], dtype=torch.int32, device=device)
         before = sampler.tokens(given, where[:1].repeat(2)).tolist()
         assert before == [int(sampler.last[slots[0]]), 3]
         logits = logits.to(device)
         sampler.choose(logits, values, where)
-        ids, logprobs, _ = sampler.send(logits, asks).read()
+        ids, logprobs, _ = sampler.send(logits, choices).read()
         assert sampler.last[where.long()].tolist() == [max(0, id_) for id_ in ids]
         return ids, logprobs
 
@@ -208,9 +209,9 @@ def test_the_device_chooses_what_the_definition_does(vocab: int, device: str) ->
         # Equal logits too, so that ties decide.
         logits = torch.randn(6, vocab, generator=noise) * 3
         logits[step % 6] = logits[step % 6].round()
-        asks = [Ask.of(own, history, length, continues=step > 0) for own, history, length in zip(params, histories, lengths, strict=True)]
+        choices = [Choice.of(own, history, length, continues=step > 0) for own, history, length in zip(params, histories, lengths, strict=True)]
         expected, logprobs = choose(logits, params, histories, lengths)
-        found, own_logprobs = one.step(logits, slots, asks)
+        found, own_logprobs = one.step(logits, slots, choices)
         assert found == expected
         for value, wanted in zip(own_logprobs, logprobs, strict=True):
             assert value is None if wanted is None else value == pytest.approx(wanted, abs=1e-5)
@@ -224,8 +225,8 @@ def test_flat_and_broken_logits(device: str) -> None:
     logits = torch.zeros(4, 4099)
     logits[2, 7], logits[3, 9] = torch.nan, torch.inf
     params = [SamplingParams(temperature=1.0, top_k=100, top_p=0.5, seed=1), SamplingParams(), SamplingParams(temperature=1.0), SamplingParams()]
-    asks = [Ask.of(own, [1], 1, continues=False) for own in params]
-    ids, _ = one.step(logits, [0, 1, 2, 3], asks)
+    choices = [Choice.of(own, [1], 1, continues=False) for own in params]
+    ids, _ = one.step(logits, [0, 1, 2, 3], choices)
     assert ids == [int(uniform(1, 0) * 50), 0, -1, -1]
 
 
@@ -237,7 +238,7 @@ def test_counts_distinguish_the_prompt_from_the_answer() -> None:
 
 def test_state_is_made_for_penalties_alone(tmp_path: Path) -> None:
     sampler = DeviceSampler(3, torch.device("cpu"))
-    sampler.prepare([0, 1], [Ask.of(SamplingParams(), [1], 1, continues=False)] * 2, 10)
+    sampler.prepare([0, 1], [Choice.of(SamplingParams(), [1], 1, continues=False)] * 2, 10)
     assert sampler.counts is None and sampler.version == 0
-    sampler.prepare([2], [Ask.of(SamplingParams(presence_penalty=1.0), [1, 2], 1, continues=False)], 10)
+    sampler.prepare([2], [Choice.of(SamplingParams(presence_penalty=1.0), [1, 2], 1, continues=False)], 10)
     assert sampler.version == 1 and sampler.counts is not None and sampler.counts.sum(1).tolist() == [0, 0, reference.IN_PROMPT + 1]

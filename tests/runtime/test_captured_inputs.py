@@ -21,7 +21,7 @@ from trtkv.config import ModelConfig
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime import graphs
 from trtkv.runtime.captured_inputs import StagedInputs
-from trtkv.runtime.device_sampler import PENDING, Ask
+from trtkv.runtime.choice import PENDING, Choice
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.inputs import page_table, small_inputs
 from trtkv.runtime.llm import LLM
@@ -52,9 +52,9 @@ def test_every_step_finds_its_inputs(fetched: bool) -> None:
     inputs = StagedInputs(batch, cache, WIDTH, chooses=True)
     inputs._kernels = fetched
     pages = [[draw.randrange(500) for _ in range(draw.randrange(1, 20))] for _ in range(batch)]
-    asks = [Ask(settings_of(SamplingParams(top_k=index)), 0.5) for index in range(5)]
+    choices = [Choice(settings_of(SamplingParams(top_k=index)), 0.5) for index in range(5)]
     last = torch.tensor([50, 51, 52, 53], dtype=torch.int32)
-    waiting: list[tuple[list[StepRow], list[Ask], int, dict[str, np.ndarray], np.ndarray]] = []
+    waiting: list[tuple[list[StepRow], list[Choice], int, dict[str, np.ndarray], np.ndarray]] = []
 
     def compare() -> None:
         rows, chosen, place, expected, table = waiting.pop(0)
@@ -66,8 +66,8 @@ def test_every_step_finds_its_inputs(fetched: bool) -> None:
                 assert np.array_equal(inputs.tensors[name].numpy(), values), name
         for b, row in enumerate(rows):
             assert np.array_equal(inputs.table[0, b, : len(row.pages)].numpy(), table[0, b, : len(row.pages)])
-        assert torch.equal(inputs.choice["settings"], torch.tensor([ask.settings for ask in chosen]))
-        assert inputs.choice["numbers"].tolist() == [ask.number for ask in chosen] and inputs.choice["turn"].tolist() == [place]
+        assert torch.equal(inputs.choice["settings"], torch.tensor([choice.settings for choice in chosen]))
+        assert inputs.choice["numbers"].tolist() == [choice.number for choice in chosen] and inputs.choice["turn"].tolist() == [place]
 
     for step in range(60):
         for b in range(batch):
@@ -80,7 +80,7 @@ def test_every_step_finds_its_inputs(fetched: bool) -> None:
                 pages[b] = [draw.randrange(500) for _ in range(draw.randrange(1, 20))]
         slots = draw.sample(range(SLOTS), batch)
         rows = [StepRow([draw.choice([PENDING, 7 * b])], draw.randrange(3, 600), slots[b], pages[b], (0,), 2) for b in range(batch)]
-        chosen = [Ask(draw.choice(asks).settings, draw.random()) for _ in range(batch)]
+        chosen = [Choice(draw.choice(choices).settings, draw.random()) for _ in range(batch)]
         inputs.fill(rows, chosen, step % 4)
         inputs.sent()
         waiting.append((rows, chosen, step % 4, small_inputs(rows, 1), page_table(rows, 1, WIDTH)))

@@ -15,7 +15,8 @@ from tests.runtime.test_ahead import drawn_params
 from tests.runtime.test_tokenizer import KINDS, write
 from tests.tiny import make_tiny
 from trtkv.api import build
-from trtkv.runtime.device_sampler import Ask, DeviceSampler
+from trtkv.runtime.choice import Choice
+from trtkv.runtime.device_sampler import DeviceSampler
 from trtkv.runtime.grammar import Grammar
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.matcher import Grammars
@@ -43,16 +44,16 @@ def test_the_device_chooses_again_what_the_definition_does(vocab: int, device: s
             masks = torch.randint(-(2**31), 2**31, (3, -(-vocab // 32)), generator=noise).int() & 0x01104211
             masks[:, 0] |= 1
             masks[step % 3] |= -(step % 2)  # all of one row's tokens, now and then
-            asks = [Ask.of(own, one, count, continues=step > 0) for own, one, count in zip(params, histories, lengths, strict=True)]
+            choices = [Choice.of(own, one, count, continues=step > 0) for own, one, count in zip(params, histories, lengths, strict=True)]
             expected, logprobs = choose(logits, params, histories, lengths, masks)
-            sampler.prepare(slots, asks, vocab)
-            values = {name: torch.from_numpy(value).to(device) for name, value in sampler.inputs(asks).items()}
+            sampler.prepare(slots, choices, vocab)
+            values = {name: torch.from_numpy(value).to(device) for name, value in sampler.inputs(choices).items()}
             there = logits.to(device)
             sampler.choose(there, values, torch.tensor(slots, dtype=torch.int32, device=device))
-            chosen = sampler.choose_again(there, asks, slots, masks.numpy(), sampler.send(there, asks))
+            chosen = sampler.choose_again(there, choices, slots, masks.numpy(), sampler.send(there, choices))
             ids, own_logprobs, tops = chosen.read()
             assert ids == expected and sampler.last[slots].tolist() == expected
-            assert tops.keys() == {row for row, ask in enumerate(asks) if ask.top}
+            assert tops.keys() == {row for row, choice in enumerate(choices) if choice.top}
             for found, wanted in zip(own_logprobs, logprobs, strict=True):
                 assert found is None if wanted is None else found == pytest.approx(wanted, abs=1e-5)
             for history, token in zip(histories, ids, strict=True):
@@ -61,15 +62,15 @@ def test_the_device_chooses_again_what_the_definition_does(vocab: int, device: s
 
 def test_rows_that_are_chosen_again_do_not_count_twice() -> None:
     sampler, params = DeviceSampler(2, torch.device("cpu")), SamplingParams(presence_penalty=1.0, logit_bias={3: 100})
-    logits, (ask,) = torch.zeros(1, 8), [Ask.of(params, [1], 1, continues=False)]
-    sampler.prepare([1], [ask], 8)
-    values = {name: torch.from_numpy(value) for name, value in sampler.inputs([ask]).items()}
+    logits, (choice,) = torch.zeros(1, 8), [Choice.of(params, [1], 1, continues=False)]
+    sampler.prepare([1], [choice], 8)
+    values = {name: torch.from_numpy(value) for name, value in sampler.inputs([choice]).items()}
     sampler.choose(logits, values, torch.tensor([1], dtype=torch.int32))
-    before = sampler.send(logits, [ask])
+    before = sampler.send(logits, [choice])
     assert before.read()[0] == [0]
-    after = sampler.choose_again(logits, [ask], [1], np.full((1, 1), -1, np.int32), before)
+    after = sampler.choose_again(logits, [choice], [1], np.full((1, 1), -1, np.int32), before)
     assert after.read()[0] == [3] and sampler.counts is not None and sampler.counts[1, :4].tolist() == [0, 1 << 24, 0, 1]
-    assert replace(ask, biases=()).again is not None and sampler.last.tolist() == [0, 3]
+    assert replace(choice, biases=()).again is not None and sampler.last.tolist() == [0, 3]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -14,7 +14,8 @@ from plugins.cache.pages import HeadPages, Pages, by_group, shared
 from trtkv.bench.profile import trace_spans
 from trtkv.bench.split import split_step
 from trtkv.errors import ConfigError
-from trtkv.runtime.device_sampler import PENDING, Ask, Chosen
+from trtkv.runtime.choice import PENDING, Choice
+from trtkv.runtime.device_sampler import Chosen
 from trtkv.runtime.loading import Engine
 from trtkv.runtime.pages import GroupPages, PageAllocator
 from trtkv.runtime.rows import StepRow
@@ -22,7 +23,7 @@ from trtkv.runtime.sampler import SamplingParams, sample, settings_of
 
 WARM_UP, PROFILED = 3, 5
 GREEDY = SamplingParams()
-ASK = Ask(settings_of(GREEDY), 0.5)
+ASK = Choice(settings_of(GREEDY), 0.5)
 DIRECT_TOKENS = 4096  # whose pages fill longer sequences where these are filled directly
 
 Report = Callable[[float], None]

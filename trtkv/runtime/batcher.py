@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from trtkv.errors import EngineError, RequestError, TrtkvError
-from trtkv.runtime.device_sampler import PENDING, Ask, Chosen
+from trtkv.runtime.choice import PENDING, Choice
+from trtkv.runtime.device_sampler import Chosen
 from trtkv.runtime.handoff.fetched import Fetched
 from trtkv.runtime.handoff.kept import First, Kept
 from trtkv.runtime.loading import Engine
@@ -239,7 +240,7 @@ class Batcher:
         wanted = [one for one, row in batch if row.logits_of]
         result: Chosen | Found
         if self._chooses:
-            result = self.engine.stepper.launch(rows, [self._ask(one, row) for one, row in batch if row.logits_of])
+            result = self.engine.stepper.launch(rows, [self._choice(one, row) for one, row in batch if row.logits_of])
         else:
             result = self._choose(self.engine.stepper.run(rows), wanted)
         self.steps += 1
@@ -266,7 +267,7 @@ class Batcher:
         for call in touched:
             call.wake()
 
-    def _ask(self, one: Running, row: StepRow) -> Ask:
+    def _choice(self, one: Running, row: StepRow) -> Choice:
         """Say how the device chooses a sequence's next token."""
         params = self._calls[one].params[one.request]
         settings = self._settings.get(one)
@@ -275,7 +276,7 @@ class Batcher:
         continues = len(row.tokens) == 1 and self._counted.get(one.slot) is one
         if params.penalizes or params.logit_bias:
             self._counted[one.slot] = one
-        return Ask.of(params, one.tokens, one.num_prompt, continues=continues, settings=settings)
+        return Choice.of(params, one.tokens, one.num_prompt, continues=continues, settings=settings)
 
     def _choose(self, logits: Tensor, wanted: Sequence[Running]) -> Found:
         if not wanted:

@@ -16,7 +16,7 @@ from plugins.cache.kernel_support import gpu_ready
 from plugins.cache.pages import HeadPages, Pages, shared
 from plugins.lora.delta import cut, most_tiles
 from plugins.sampling import launch, reference
-from trtkv.runtime.device_sampler import Ask
+from trtkv.runtime.choice import Choice
 from trtkv.runtime.head_table import HeadTable
 from trtkv.runtime.inputs import page_table
 from trtkv.runtime.rows import StepRow
@@ -65,8 +65,8 @@ class StagedInputs:
         self._grew, self._turn = [False] * QUEUED, 0
         self._device_turn = torch.zeros(1, dtype=torch.int32, device=cache.device)
 
-    def fill(self, rows: Sequence[StepRow], asks: Sequence[Ask], place: int) -> None:
-        """Write what the next `fetch` reads: rows [B], how their tokens are chosen (asks [B] or none), and where the choice goes in its ring."""
+    def fill(self, rows: Sequence[StepRow], choices: Sequence[Choice], place: int) -> None:
+        """Write what the next `fetch` reads: rows [B], how their tokens are chosen (choices [B] or none), and where the choice goes in its ring."""
         turn = self._turn
         if self._done:
             self._done[turn].synchronize()
@@ -78,13 +78,13 @@ class StagedInputs:
         host["slots"][:] = [row.slot for row in rows]
         if self._tiles:
             host["adapter_rows"][:], host["adapter_tiles"][:] = cut([row.adapter for row in rows], self._tiles)
-        if asks:
-            host["numbers"][:] = [ask.number for ask in asks]
+        if choices:
+            host["numbers"][:] = [choice.number for choice in choices]
             host["turn"][0] = place
             known = self._settings[turn]
-            for b, ask in enumerate(asks):
-                if known[b] is not ask.settings:
-                    host["settings"][b] = known[b] = ask.settings
+            for b, choice in enumerate(choices):
+                if known[b] is not choice.settings:
+                    host["settings"][b] = known[b] = choice.settings
         self._follow(rows, host["grown"])
 
     def fetch(self, last: Tensor | None) -> None:

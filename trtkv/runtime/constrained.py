@@ -7,16 +7,13 @@ long after the step was queued: the mask needs the token before, which the host 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from plugins.sampling import reference
-
-if TYPE_CHECKING:
-    from trtkv.runtime.device_sampler import Ask
+from trtkv.runtime.choice import Choice
 
 
 class ConstrainedRows:
@@ -31,14 +28,14 @@ class ConstrainedRows:
         self._block = torch.zeros_like(self._staged, device=device)
         self._sent = torch.cuda.Event() if pinned else None
 
-    def send(self, rows: Sequence[int], slots: Sequence[int], asks: Sequence[Ask], masks: np.ndarray, place: int) -> dict[str, Tensor]:
+    def send(self, rows: Sequence[int], slots: Sequence[int], choices: Sequence[Choice], masks: np.ndarray, place: int) -> dict[str, Tensor]:
         """Copy what the choice of rows [G] needs: masks [G, W] int32, the place of results in the ring. Returns it on the device, by name."""
         if self._sent is not None:
             self._sent.synchronize()
         views = self._views(self._staged, len(rows))
-        views["numbers"].numpy()[:] = [ask.number for ask in asks]
+        views["numbers"].numpy()[:] = [choice.number for choice in choices]
         views["rows"].numpy()[:], views["slots"].numpy()[:] = rows, slots
-        views["settings"].numpy()[:] = [ask.again for ask in asks]
+        views["settings"].numpy()[:] = [choice.again for choice in choices]
         views["masks"].numpy()[:], views["turn"].numpy()[:] = masks, place
         size = 1 + len(rows) * (self._head + self._words)
         self._block[:size].copy_(self._staged[:size], non_blocking=True)

@@ -7,7 +7,6 @@ memory, which the sampler's kernel writes itself, with an event a step, so that 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,66 +14,36 @@ from torch import Tensor
 
 from plugins.cache.kernel_support import gpu_ready
 from plugins.sampling import launch, reference
+from trtkv.runtime.choice import Choice
 from trtkv.runtime.constrained import ConstrainedRows
-from trtkv.runtime.sampler import SamplingParams, count_tokens, settings_of, uniform
+from trtkv.runtime.sampler import count_tokens
 
-PENDING = -1  # represents a token that the device knows and the host does not
 RING = 4  # blocks for results: more than there are steps on their way
-LATER = [*settings_of(SamplingParams())[: reference.FLAGS], float(reference.LATER)]  # of rows that are chosen again
-
-
-@dataclass(slots=True)
-class Ask:
-    """How the next token of one sequence is chosen: its request's settings, the number that decides a draw, likeliest tokens to report.
-
-    history is the sequence with its prompt's length where penalties count tokens; continues says that the slot has counted them already. again has
-    the settings by which a constrained row is chosen again, once its mask is known; biases are its own, unless the slot has them already.
-    """
-
-    settings: Sequence[float]
-    number: float
-    top: int = 0
-    logprob: bool = False
-    history: tuple[Sequence[int], int] | None = None
-    continues: bool = False
-    again: Sequence[float] | None = None
-    biases: Sequence[tuple[int, float]] = ()
-
-    @staticmethod
-    def of(params: SamplingParams, tokens: Sequence[int], prompt: int, *, continues: bool, settings: Sequence[float] | None = None) -> Ask:
-        """Request the token after `tokens`, of which the first `prompt` are the prompt; the last may be PENDING where the sequence continues."""
-        number = 0.5 if params.greedy else uniform(params.seed, len(tokens) - prompt)
-        history = (tokens, prompt) if params.penalizes else None
-        settings, again = settings or settings_of(params), None
-        if params.constrained:
-            settings, again = LATER, settings
-        biases = () if continues else params.logit_bias
-        return Ask(settings, number, params.top_logprobs, bool(params.logprobs), history, continues, again, biases)
 
 
 class Chosen:
     """The tokens of one step, on their way to the host."""
 
-    def __init__(self, block: Tensor, asks: Sequence[Ask], tops: Tensor | None, event: torch.cuda.Event | None) -> None:
-        self.tops, self._block, self._asks, self._event = tops, block, asks, event
+    def __init__(self, block: Tensor, choices: Sequence[Choice], tops: Tensor | None, event: torch.cuda.Event | None) -> None:
+        self.tops, self._block, self._choices, self._event = tops, block, choices, event
 
     def read(self) -> tuple[list[int], list[float | None], dict[int, list[tuple[int, float]]]]:
         """Wait for the step: ids (-1: not finite), log probabilities where requested, and the likeliest tokens of the rows that requested them."""
         if self._event is not None:
             self._event.synchronize()
-        count = len(self._asks)
+        count = len(self._choices)
         ids = self._block[0, :count].tolist()
         values = self._block[1].view(torch.float32)[:count].tolist()
-        logprobs = [value if ask.logprob and id_ >= 0 else None for ask, id_, value in zip(self._asks, ids, values, strict=True)]
+        logprobs = [value if choice.logprob and id_ >= 0 else None for choice, id_, value in zip(self._choices, ids, values, strict=True)]
         tops: dict[int, list[tuple[int, float]]] = {}
         if self.tops is not None:
-            for row, pairs in zip(self._asking(), self.tops.tolist(), strict=True):
+            for row, pairs in zip(self._with_tops(), self.tops.tolist(), strict=True):
                 if ids[row] >= 0:
-                    tops[row] = [(int(id_), value) for id_, value in pairs[: self._asks[row].top]]
+                    tops[row] = [(int(id_), value) for id_, value in pairs[: self._choices[row].top]]
         return ids, logprobs, tops
 
-    def _asking(self) -> list[int]:
-        return [row for row, ask in enumerate(self._asks) if ask.top]
+    def _with_tops(self) -> list[int]:
+        return [row for row, choice in enumerate(self._choices) if choice.top]
 
 
 class DeviceSampler:
@@ -99,22 +68,22 @@ class DeviceSampler:
         self._turn = (self._turn + 1) % RING
         return self._turn
 
-    def inputs(self, asks: Sequence[Ask]) -> dict[str, np.ndarray]:
+    def inputs(self, choices: Sequence[Choice]) -> dict[str, np.ndarray]:
         """Begin a step; returns what its choice needs from the host: settings [B, FIELDS] fp32, numbers [B] fp64, its place in the ring [1]."""
         place = self.begin()
-        settings = np.array([ask.settings for ask in asks], np.float32).reshape(len(asks), reference.FIELDS)
-        numbers = np.array([ask.number for ask in asks], np.float64)
+        settings = np.array([choice.settings for choice in choices], np.float32).reshape(len(choices), reference.FIELDS)
+        numbers = np.array([choice.number for choice in choices], np.float64)
         return {"settings": settings, "numbers": numbers, "turn": np.array([place], np.int32)}
 
-    def prepare(self, slots: Sequence[int], asks: Sequence[Ask], vocab_size: int) -> None:
+    def prepare(self, slots: Sequence[int], choices: Sequence[Choice], vocab_size: int) -> None:
         """Count the tokens of sequences that begin in their slots and are penalized; others cost nothing."""
-        for slot, ask in zip(slots, asks, strict=True):
-            if ask.history is None or ask.continues:
+        for slot, choice in zip(slots, choices, strict=True):
+            if choice.history is None or choice.continues:
                 continue
             if self.counts is None:
                 self.counts = torch.zeros(self._slots, vocab_size, dtype=torch.int32, device=self.device)
                 self.version += 1
-            self.counts[slot].copy_(count_tokens(*ask.history, vocab_size))
+            self.counts[slot].copy_(count_tokens(*choice.history, vocab_size))
 
     def tokens(self, given: Tensor, slots: Tensor) -> Tensor:
         """Return a step's token ids [T]: the given ones, and for PENDING what the slot [T] chose last; int32. Captured steps fetch both at once."""
@@ -130,16 +99,16 @@ class DeviceSampler:
         ids = reference.choose(logits, settings, numbers, own)
         self._note(ids, logits, settings, slots, torch.arange(len(ids)))
 
-    def choose_again(self, logits: Tensor, asks: Sequence[Ask], slots: Sequence[int], masks: np.ndarray, before: Chosen) -> Chosen:
+    def choose_again(self, logits: Tensor, choices: Sequence[Choice], slots: Sequence[int], masks: np.ndarray, before: Chosen) -> Chosen:
         """Choose tokens for the constrained rows [G] of the step over logits [B, V] that was chosen last; masks [G, W] int32 say which may come next.
 
         slots [B] are those of all rows, before is what the step has sent. Few launches, behind the step's.
         """
-        rows = [row for row, ask in enumerate(asks) if ask.again is not None]
+        rows = [row for row, choice in enumerate(choices) if choice.again is not None]
         if self._constrained is None:
             self._constrained = ConstrainedRows(self._slots, masks.shape[1], self.device)
-        self._bias([(slots[row], asks[row]) for row in rows], logits.shape[-1])
-        values = self._constrained.send(rows, [slots[row] for row in rows], [asks[row] for row in rows], masks, self._turn)
+        self._bias([(slots[row], choices[row]) for row in rows], logits.shape[-1])
+        values = self._constrained.send(rows, [slots[row] for row in rows], [choices[row] for row in rows], masks, self._turn)
         settings, numbers, of, only, biases = values["settings"], values["numbers"], values["slots"], values["masks"], self._biases
         if self._kernels:
             launch.sample_constrained(
@@ -149,17 +118,17 @@ class DeviceSampler:
             own, where = logits[values["rows"].long()], of.long()
             counts, biases = None if self.counts is None else self.counts[where], None if biases is None else biases[where]
             self._note(reference.choose(own, settings, numbers, counts, only, biases), own, settings, of, values["rows"].long())
-        return self._sent(asks, before.tops)
+        return self._sent(choices, before.tops)
 
-    def _bias(self, rows: Sequence[tuple[int, Ask]], vocab_size: int) -> None:
+    def _bias(self, rows: Sequence[tuple[int, Choice]], vocab_size: int) -> None:
         """Write the biases of sequences that begin in their slots."""
-        for slot, ask in rows:
-            if not ask.biases:
+        for slot, choice in rows:
+            if not choice.biases:
                 continue
             if self._biases is None:
                 self._biases = torch.zeros(self._slots, vocab_size, device=self.device)
             row = torch.zeros(vocab_size)
-            row[[id_ for id_, _ in ask.biases]] = torch.tensor([value for _, value in ask.biases])
+            row[[id_ for id_, _ in choice.biases]] = torch.tensor([value for _, value in choice.biases])
             self._biases[slot].copy_(row)
 
     def _note(self, ids: Tensor, logits: Tensor, settings: Tensor, slots: Tensor, rows: Tensor) -> None:
@@ -172,23 +141,23 @@ class DeviceSampler:
             counted = (settings[:, reference.FLAGS].int() & reference.PENALIZED > 0) & (ids >= 0)
             self.counts[where, ids.clamp(min=0)] += counted.int()
 
-    def send(self, logits: Tensor, asks: Sequence[Ask]) -> Chosen:
+    def send(self, logits: Tensor, choices: Sequence[Choice]) -> Chosen:
         """Send the host what the queued choice over logits [B, V] will have found."""
-        if not asks:
+        if not choices:
             self.begin()  # its event is its own, too
-        tops, asking = None, [row for row, ask in enumerate(asks) if ask.top]
+        tops, asking = None, [row for row, choice in enumerate(choices) if choice.top]
         if asking:
-            tops = self._likeliest(torch.stack([logits[row] for row in asking]), max(asks[row].top for row in asking))
-        return self._sent(asks, tops)
+            tops = self._likeliest(torch.stack([logits[row] for row in asking]), max(choices[row].top for row in asking))
+        return self._sent(choices, tops)
 
-    def _sent(self, asks: Sequence[Ask], tops: Tensor | None) -> Chosen:
+    def _sent(self, choices: Sequence[Choice], tops: Tensor | None) -> Chosen:
         """Return what is in the ring once all that is queued has run."""
         block = self._ring[self._turn]
         if not self._events:
-            return Chosen(block.clone(), asks, tops, None)
+            return Chosen(block.clone(), choices, tops, None)
         event = self._events[self._turn]
         event.record()
-        return Chosen(block, asks, tops, event)
+        return Chosen(block, choices, tops, event)
 
     def _likeliest(self, logits: Tensor, count: int) -> Tensor:
         """Return the likeliest ids with their log probabilities [B, K, 2] fp64 in host memory, once the stream is there."""

@@ -22,7 +22,8 @@ from torch import Tensor
 from plugins.cache.cache import Cache
 from trtkv.errors import EngineError
 from trtkv.runtime.captured_inputs import StagedInputs
-from trtkv.runtime.device_sampler import Ask, DeviceSampler
+from trtkv.runtime.choice import Choice
+from trtkv.runtime.device_sampler import DeviceSampler
 from trtkv.runtime.inputs import adapted
 from trtkv.runtime.rows import Executor, Prepared, StepRow
 
@@ -58,22 +59,22 @@ class DecodeGraphs:
         """Run an announced step: logits [B, V] fp32, the caller's to keep."""
         return self._run(rows, (), None).clone()
 
-    def choose(self, rows: Sequence[StepRow], asks: Sequence[Ask], sampler: DeviceSampler) -> Tensor:
+    def choose(self, rows: Sequence[StepRow], choices: Sequence[Choice], sampler: DeviceSampler) -> Tensor:
         """Run an announced step and choose its next tokens on the device; returns the logits [B, V] fp32, which the next step overwrites."""
         if sampler.version != self._version:
             self._captured = {key: one for key, one in self._captured.items() if key[1] == LOGITS}  # the sampler's state lies elsewhere now
             self._pool = self._pool if self._captured else None  # memory of graphs that are all gone takes no new ones
             self._version = sampler.version
-        return self._run(rows, asks, sampler)
+        return self._run(rows, choices, sampler)
 
-    def _run(self, rows: Sequence[StepRow], asks: Sequence[Ask], sampler: DeviceSampler | None) -> Tensor:
+    def _run(self, rows: Sequence[StepRow], choices: Sequence[Choice], sampler: DeviceSampler | None) -> Tensor:
         """Run a step, captured if it was before; returns its logits, which the next step may overwrite."""
         adapters = self._executor.num_adapters if adapted(rows) else 0
         key = (len(rows), LOGITS if sampler is None else sampler.version, self._cache.reads_all, bool(adapters))
         place = 0 if sampler is None else sampler.begin()
         captured = self._captured.get(key)
         if captured is not None:
-            captured.inputs.fill(rows, asks, place)
+            captured.inputs.fill(rows, choices, place)
             self._cache.prepare_replay()
             logits = captured.run()
             captured.inputs.sent()
@@ -89,7 +90,7 @@ class DecodeGraphs:
                 sampler.choose(logits, inputs.choice, inputs.tensors["slots"])
             return logits
 
-        inputs.fill(rows, asks, place)
+        inputs.fill(rows, choices, place)
         first = step()
         inputs.sent()
         self._captured[key] = _Captured(inputs, prepared, self._capture(prepared, step))

@@ -17,7 +17,7 @@ from plugins.cache.pages import shared as is_shared
 from trtkv.config import Limits
 from trtkv.errors import RequestError
 from trtkv.plan import CachePlan
-from trtkv.runtime.device_sampler import PENDING
+from trtkv.runtime.choice import PENDING
 from trtkv.runtime.pages import PageAllocator
 from trtkv.runtime.prefix_tree import Key, page_keys
 from trtkv.runtime.scheduler import Scheduler

@@ -29,7 +29,8 @@ from torch import Tensor
 from plugins.cache.pages import Pages
 from trtkv.engine.manifest import Manifest, read_manifest
 from trtkv.errors import ConfigError, EngineError, TrtkvError
-from trtkv.runtime.device_sampler import Ask, Chosen
+from trtkv.runtime.choice import Choice
+from trtkv.runtime.device_sampler import Chosen
 from trtkv.runtime.loading import Engine, Options, Part, Progress, find_device, open_engine
 from trtkv.runtime.rows import StepRow
 from trtkv.runtime.step import Stepper
@@ -113,13 +114,14 @@ class LeadingStepper(Stepper):
         """Whether a step may be queued before the tokens of the one before it are known."""
         return self._own.runs_ahead
 
-    def launch(self, rows: Sequence[StepRow], asks: Sequence[Ask]) -> Chosen:
+    def launch(self, rows: Sequence[StepRow], choices: Sequence[Choice]) -> Chosen:
         """Run one step and choose its next tokens as `Stepper.launch` does; raises EngineError when another part has failed."""
-        counted = [replace(ask, history=((), 0)) if ask.history and ask.continues else ask for ask in asks]  # a slot's count continues
+        # A slot's count continues.
+        counted = [replace(one, history=((), 0)) if one.history and one.continues else one for one in choices]
         for follower in self._followers:
             self._send(follower, "launch", ([_without_known_pages(row, follower.known) for row in rows], counted))
         try:
-            return self._own.launch(rows, asks)
+            return self._own.launch(rows, choices)
         except RuntimeError as error:
             raise self._failure(str(error).splitlines()[0]) from None
 
@@ -215,8 +217,8 @@ def _follow(directory: Path, options: Options, index: int, count: int, store: st
             elif kind == "own":
                 engine.cache.overrides.set(*value)
             elif kind == "launch":
-                rows, asks = value
-                engine.stepper.launch([_with_known_pages(row, known) for row in rows], asks)
+                rows, choices = value
+                engine.stepper.launch([_with_known_pages(row, known) for row in rows], choices)
             elif kind == "again":
                 engine.stepper.choose_again(value)
             else:

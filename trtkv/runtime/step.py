@@ -19,7 +19,8 @@ from torch import Tensor
 from plugins.cache.cache import Cache
 from plugins.cache.pages import HeadPages
 from trtkv.config import Limits
-from trtkv.runtime.device_sampler import PENDING, Ask, Chosen, DeviceSampler
+from trtkv.runtime.choice import PENDING, Choice
+from trtkv.runtime.device_sampler import Chosen, DeviceSampler
 from trtkv.runtime.graphs import DecodeGraphs
 from trtkv.runtime.inputs import adapted, adapter_inputs, page_table, small_inputs
 from trtkv.runtime.rows import Executor, StepRow
@@ -46,7 +47,7 @@ class Stepper:
     sampler: DeviceSampler | None = None
     _graphs: DecodeGraphs | None = None
     _vocab = 0
-    _launched: tuple[Tensor, Sequence[Ask], list[int], Chosen] | None = None  # the last step, where rows of it are chosen again
+    _launched: tuple[Tensor, Sequence[Choice], list[int], Chosen] | None = None  # the last step, where rows of it are chosen again
 
     def __init__(self, executor: Executor, cache: Cache, limits: Limits, rope: Tensor) -> None:
         """Take an executor and its cache; rope is `rope_table`'s result."""
@@ -78,43 +79,43 @@ class Stepper:
         return logits[: sum(len(row.logits_of) for row in rows)]  # engines compute one row at least
 
     @_on_device
-    def launch(self, rows: Sequence[StepRow], asks: Sequence[Ask]) -> Chosen:
-        """Run one step and choose the next token of every row whose logits are requested (one each), as asks [R] say; does not synchronize.
+    def launch(self, rows: Sequence[StepRow], choices: Sequence[Choice]) -> Chosen:
+        """Run one step and choose the next token of every row whose logits are requested (one each), as choices [R] say; does not synchronize.
 
         A token may be PENDING where its slot's last launched step chose it. Rows that are constrained have their tokens after `choose_again`.
         """
         self._announce(rows)
         sampler = self.sampler = self.sampler or DeviceSampler(self.cache.num_slots, self.cache.device)
-        if self._graphs is not None and self._captures(rows) and (self._vocab or not any(ask.history for ask in asks)):
-            sampler.prepare([row.slot for row in rows], asks, self._vocab)
-            logits = self._graphs.choose(rows, asks, sampler)
+        if self._graphs is not None and self._captures(rows) and (self._vocab or not any(choice.history for choice in choices)):
+            sampler.prepare([row.slot for row in rows], choices, self._vocab)
+            logits = self._graphs.choose(rows, choices, sampler)
         else:
-            logits = self._choose(rows, asks, sampler)
+            logits = self._choose(rows, choices, sampler)
         self.cache.end_step()
-        chosen = sampler.send(logits, asks)
-        held = any(ask.again is not None for ask in asks)
-        self._launched = (logits, asks, [row.slot for row in rows if row.logits_of], chosen) if held else None
+        chosen = sampler.send(logits, choices)
+        held = any(choice.again is not None for choice in choices)
+        self._launched = (logits, choices, [row.slot for row in rows if row.logits_of], chosen) if held else None
         return chosen
 
     @_on_device
     def choose_again(self, masks: npt.NDArray[np.int32]) -> Chosen:
         """Choose the tokens of the constrained rows of the step launched last, by masks [G, W] of what may come next; does not synchronize."""
         assert self._launched is not None and self.sampler is not None, "a step with constrained rows was launched"
-        logits, asks, slots, before = self._launched
+        logits, choices, slots, before = self._launched
         self._launched = None
-        return self.sampler.choose_again(logits, asks, slots, masks, before)
+        return self.sampler.choose_again(logits, choices, slots, masks, before)
 
-    def _choose(self, rows: Sequence[StepRow], asks: Sequence[Ask], sampler: DeviceSampler) -> Tensor:
+    def _choose(self, rows: Sequence[StepRow], choices: Sequence[Choice], sampler: DeviceSampler) -> Tensor:
         inputs = self._inputs(rows)
         if any(token == PENDING for row in rows for token in row.tokens):
             slots = np.repeat(np.fromiter((row.slot for row in rows), np.int32), [len(row.tokens) for row in rows])
             inputs["token_ids"] = sampler.tokens(inputs["token_ids"], self._moved(slots))
         logits = self.executor.run(inputs)
-        if asks:
+        if choices:
             self._vocab = logits.shape[-1]
             slots = np.array([row.slot for row in rows if row.logits_of], np.int32)
-            sampler.prepare(slots.tolist(), asks, self._vocab)
-            values = {name: self._moved(value) for name, value in sampler.inputs(asks).items()}
+            sampler.prepare(slots.tolist(), choices, self._vocab)
+            values = {name: self._moved(value) for name, value in sampler.inputs(choices).items()}
             sampler.choose(logits.contiguous(), values, self._moved(slots))
         return logits
 
