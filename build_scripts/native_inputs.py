@@ -17,7 +17,8 @@ from trtkv.checkpoint.weights import Checkpoint
 from trtkv.engine.manifest import GRAPH, read_manifest
 from trtkv.runtime.loading import checkpoint_path
 from trtkv.runtime.rope import rope_table
-from trtkv.runtime.weights import Weight, map_weights
+from trtkv.runtime.weight import Weight
+from trtkv.runtime.weights import map_weights
 
 
 def write(directory: Path, out: Path) -> int:

@@ -37,7 +37,7 @@ from trtkv.runtime.pages import PageAllocator
 from trtkv.runtime.rope import rope_table
 from trtkv.runtime.step import Stepper
 from trtkv.runtime.tokenizer import Tokenizer
-from trtkv.runtime.weights import Weight
+from trtkv.runtime.weight import Weight
 
 PERCENTS = (5, 11, 25, 50)
 LENGTHS = (2048, 4096)

@@ -167,7 +167,7 @@ def test_wrong_activation_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_one_wrong_row_of_a_weight_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trtkv.runtime.weights import Weight
+    from trtkv.runtime.weight import Weight
 
     right = Weight.linear
 

@@ -19,7 +19,7 @@ from trtkv.engine.manifest import PLAN, WeightInput
 from trtkv.errors import EngineError
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime import tensorrt as runtime
-from trtkv.runtime.weights import Weight
+from trtkv.runtime.weight import Weight
 
 
 class NoRope(rig.Engine):

@@ -17,7 +17,7 @@ from plugins.cache import paged
 from plugins.cache.batch import Row
 from plugins.cache.tiers.host import cache as hosted
 from plugins.config import OpConfig
-from trtkv.runtime.weights import Weight
+from trtkv.runtime.weight import Weight
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from trtkv.engine.profiles import largest_shapes, profiles
 from trtkv.runtime.contexts import Contexts
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.tensorrt import TensorrtExecutor
-from trtkv.runtime.weights import Weight
+from trtkv.runtime.weight import Weight
 
 STREAM = 42
 STRATEGIES = SimpleNamespace(LAZY="lazy", EAGER="eager")

@@ -5,7 +5,7 @@ import torch
 
 from plugins.cache import kernel_support
 from trtkv.runtime import fused
-from trtkv.runtime.weights import Weight
+from trtkv.runtime.weight import Weight
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 

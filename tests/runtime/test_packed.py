@@ -21,9 +21,9 @@ from trtkv.errors import CheckpointError
 from trtkv.graph.weights import weight_specs
 from trtkv.quantized.formats import tensors_of
 from trtkv.runtime import packed
-from trtkv.runtime.packed import PackedWeight
+from trtkv.runtime.packed import Bound, PackedWeight
 from trtkv.runtime.tensorrt import _tensors
-from trtkv.runtime.weights import Bound, map_weights, random_weights, upload_weights
+from trtkv.runtime.weights import map_weights, random_weights, upload_weights
 
 TOKENS = torch.randint(0, 256, (60,), generator=torch.Generator().manual_seed(1))
 

@@ -17,7 +17,8 @@ from trtkv.checkpoint.weights import Checkpoint
 from trtkv.errors import CheckpointError
 from trtkv.graph.weights import weight_specs
 from trtkv.runtime.uploads import Piece, cut, upload
-from trtkv.runtime.weights import Weight, map_weights, upload_weights
+from trtkv.runtime.weight import Weight
+from trtkv.runtime.weights import map_weights, upload_weights
 
 CPU = torch.device("cpu")
 DEVICES = [CPU, pytest.param(torch.device("cuda"), marks=pytest.mark.gpu)]

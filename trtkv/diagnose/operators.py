@@ -33,7 +33,8 @@ from plugins.select.in_torch import pool, speculative_query
 from trtkv.diagnose import rounding
 from trtkv.diagnose.codes import find_dequantized
 from trtkv.plan import SelectPlan
-from trtkv.runtime.weights import Bound, Weight
+from trtkv.runtime.packed import Bound
+from trtkv.runtime.weight import Weight
 
 ROWS = 4  # compared rows of one sequence in one step
 COLUMNS = 256  # compared columns of a product with a weight; others in the next step

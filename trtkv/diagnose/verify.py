@@ -27,7 +27,7 @@ from trtkv.runtime.graph_program import Node
 from trtkv.runtime.loading import Engine, Options, Progress, open_engine
 from trtkv.runtime.packed import PackedWeight
 from trtkv.runtime.rows import StepRow
-from trtkv.runtime.weights import Weight
+from trtkv.runtime.weight import Weight
 
 Hosted = TypeVar("Hosted", bound="HostedExecutor")
 CHUNK_TOKENS = 128  # every value of a step is stored until it is compared

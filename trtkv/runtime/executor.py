@@ -16,9 +16,9 @@ from plugins.nodes import FACES
 from trtkv.runtime import fused
 from trtkv.runtime.adapters import Adapters
 from trtkv.runtime.graph_program import TORCH_OPS, Node, join_products, load_program, with_deltas
-from trtkv.runtime.packed import PackedWeight
+from trtkv.runtime.packed import Bound, PackedWeight
 from trtkv.runtime.rows import Prepared
-from trtkv.runtime.weights import Bound, Weight
+from trtkv.runtime.weight import Weight
 
 
 class TorchExecutor:

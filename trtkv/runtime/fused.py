@@ -16,8 +16,8 @@ from plugins.linear import launch
 from plugins.lora import launch as lora
 from plugins.lora import reference
 from plugins.lora.delta import Delta
-from trtkv.runtime.packed import PackedWeight
-from trtkv.runtime.weights import Bound, Weight
+from trtkv.runtime.packed import Bound, PackedWeight
+from trtkv.runtime.weight import Weight
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

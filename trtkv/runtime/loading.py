@@ -32,12 +32,13 @@ from trtkv.runtime.adapters import Adapters, read_adapters
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.host_memory import host_room, open_offload, recall_of
 from trtkv.runtime.memory import captured_bytes, check_weights, pool_sizes
+from trtkv.runtime.packed import Bound
 from trtkv.runtime.pages import GroupPages, HeadPageAllocator, PageAllocator, Reservation, make_pages
 from trtkv.runtime.rope import rope_table
 from trtkv.runtime.rows import Executor
 from trtkv.runtime.step import Stepper
 from trtkv.runtime.streams import current
-from trtkv.runtime.weights import Bound, map_weights, random_weights
+from trtkv.runtime.weights import map_weights, random_weights
 
 Progress = Callable[[str, float], None]
 MEASURED = "the torch executor's captured steps have been measured on GPUs and TensorRT's have not (--executor tensorrt takes TensorRT)"

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from trtkv.runtime.weights import Weight
+from trtkv.runtime.weight import Weight
 
 PIECE = 1 << 22  # weights dequantized at a time
 
@@ -105,6 +103,9 @@ class PackedWeight:
                 rows = slice(row, min(row + step, len(part.codes)))
                 yield part, rows, slice(start + rows.start, start + rows.stop)
             start += len(part.codes)
+
+
+Bound = Weight | PackedWeight
 
 
 def _bias(bias: Weight | None) -> Tensor | None:

@@ -28,9 +28,8 @@ from trtkv.engine.profiles import largest_shapes
 from trtkv.errors import EngineError
 from trtkv.quantized.encoding import SCALES
 from trtkv.runtime.contexts import Contexts, KernelFile
-from trtkv.runtime.packed import PackedWeight
+from trtkv.runtime.packed import Bound, PackedWeight
 from trtkv.runtime.rows import Prepared
-from trtkv.runtime.weights import Bound
 
 TRY_TORCH = "Try --executor torch, which runs the same graph."
 DECODE, PREFILL = 0, 1  # profiles, in the order in which the build adds them
