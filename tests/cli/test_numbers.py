@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
-from typing import get_args
+from typing import Literal, get_args, get_origin
 
 import pytest
 from cyclopts import App, Argument
@@ -40,7 +40,7 @@ def kind(argument: Argument) -> object:
 
 
 def needed(argument: Argument) -> list[str]:
-    value = "8" if kind(argument) is int else "x"
+    value = "8" if kind(argument) is int else get_args(argument.hint)[0] if get_origin(argument.hint) is Literal else "x"
     return [argument.name, value] if argument.name.startswith("--") else [value]
 
 

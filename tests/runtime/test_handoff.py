@@ -146,9 +146,9 @@ def test_pages_that_are_here_already_leave_when_others_need_them(plain: Path) ->
     want = answer(ends.engine, first, greedy(20)), answer(ends.engine, long, greedy(180))
     whole = ends.over(first, greedy(20))
     finish(ends.second)
-    sent = ends.offers.sent
+    sent = ends.others.received
     fetched = ends.others.fetch(ends.read(first, greedy(20)), first)
-    assert ends.offers.sent - sent <= sent / 4 and list(ends.second.scheduler.parcels) == [fetched], "only the last page had to be sent"
+    assert ends.others.received - sent <= sent / 4 and list(ends.second.scheduler.parcels) == [fetched], "only the last page had to be sent"
     other = ends.second.submit([long], [greedy(180)])
     finish(ends.second)  # which takes almost all pages
     assert not ends.second.scheduler.parcels

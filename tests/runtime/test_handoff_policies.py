@@ -67,7 +67,7 @@ def test_prefill_here_and_decode_there_answer_as_one_engine(policy: str, llama: 
     for tokens, params in zip(PROMPTS, PARAMS, strict=True):
         calls.append(hand_over(first, offers, second, others, tokens, params))
         second.advance()  # they decode together
-        sent.append(offers.sent - sum(sent))
+        sent.append(others.received - sum(sent))  # what was received is counted before the prompt is submitted
     run(second)
     for call, want in zip(calls, alone, strict=True):
         assert list(call.events) == list(want.events), "an event differs: token, log probability, likeliest ones or reason"

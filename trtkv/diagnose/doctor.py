@@ -14,8 +14,8 @@ from plugins.device.driver import cuda_version
 from plugins.tensorrt.backend import available
 from plugins.tensorrt.cuda import device_count
 from trtkv.checkpoint.find import data_home
-from trtkv.engine.targets import FP8_SM
 from trtkv.lazy import torch
+from trtkv.quantized.encoding import FP8_SM
 from trtkv.runtime.where_tensorrt_runs import NO_CUDA, supports
 from trtkv.sizes import readable
 

@@ -10,11 +10,11 @@ from plugins.kernel_list import LEAST_CAPABILITY
 from plugins.tensorrt import cuda
 from plugins.tensorrt.backend import Backend
 from trtkv.errors import BuildError
-from trtkv.quantized.encoding import Quantization
+from trtkv.quantized.encoding import FP8_SM, Quantization
 
 PORTABLE_SMS = ("80", "86", "89", "120")  # what a backend that builds without a GPU builds for by default
 KERNEL_SMS = ("80", "89", "90", "120")  # what kernels are compiled for on a machine without a GPU: each runs on its whole generation
-NONE, FP8_SM = "none", 89
+NONE = "none"
 
 
 @dataclass(frozen=True, slots=True)

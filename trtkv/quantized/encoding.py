@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 HALF_OR_SINGLE = ("float32", "float16", "bfloat16")
+FP8_SM = 89  # the first compute capability that multiplies by fp8
 SCALES, ZEROS = ".scales", ".zeros"  # what the graph's inputs beside a matrix of codes are called
 
 
