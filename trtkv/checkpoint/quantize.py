@@ -81,9 +81,9 @@ def _run(words: Sequence[str], log: Path, progress: Progress) -> None:
                     said = told
                 else:
                     progress(told["stage"], told["fraction"])
-        finally:
-            if job.poll() is None and not said:
-                job.terminate()
+        except BaseException:
+            job.terminate()
+            raise
     if job.returncode or said:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines() or [f"it ended with exit code {job.returncode}"]
         why = " ".join(said.get("error", lines[-1]).split())[:300]
