@@ -115,7 +115,10 @@ def test_a_prompt_that_begins_like_an_earlier_one_reuses_its_pages(llm: LLM) -> 
 
 
 def test_a_step_decodes_or_prefills_in_turn(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a prompt is read, sequences that decode get a token after each of its chunks; the first is not preempted, so that all have slots."""
+    """While a prompt is read, sequences that decode get a token after each of its chunks; the first is not preempted, so that all have slots.
+
+    No other test's prompt begins like the one that is read: four of its chunks would not be left where pages are reused.
+    """
     kinds: list[str] = []
     step = llm.batcher.scheduler.next
 
@@ -128,7 +131,7 @@ def test_a_step_decodes_or_prefills_in_turn(llm: LLM, monkeypatch: pytest.Monkey
     first = llm.batcher.submit([prompt(20)], [params(40)])
     while not first.events:
         llm.batcher.advance()
-    llm.batcher.submit([prompt(200, 1)], [params(2)])
+    llm.batcher.submit([prompt(200, 11)], [params(2)])
     kinds.clear()
     for _ in range(8):
         llm.batcher.advance()
