@@ -43,7 +43,7 @@ def build_decoder(model: ModelConfig, plan: CachePlan, limits: Limits, tp: int =
         net.input(name, dtype, [sizes.get(letter, letter) for letter in shape])
     specs = weight_specs(model, tp)
     for spec in specs:
-        net.weight(spec.name, spec.shape, spec.quantization)
+        net.weight(spec.name, spec.shape, spec.quantization, spec.sources)
 
     def attention(layer: int, qkv: str) -> str:
         at, config = f"layers.{layer}", op_config(model, plan, layer)
@@ -92,7 +92,7 @@ def add_layers(net: Network, model: ModelConfig, tokens: str, attention: Attenti
 
     attention(layer, qkv) maps a layer's packed projection [T, (Hq + 2 Hk) D] to [T, Hq D]; added(layer, part, name) sums over an engine's parts.
     """
-    x = net.node("Gather", ["embed", tokens], "x", axis=0)
+    x = net.look_up("embed", tokens, "x")
     for layer in range(model.num_layers):
         x = _layer(net, model, layer, x, attention, added)
     return net.rms_norm(x, "norm", model.rms_eps, "last.normed")

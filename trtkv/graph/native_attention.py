@@ -52,7 +52,7 @@ def build_native(model: ModelConfig, plan: CachePlan, limits: Limits) -> Decoder
         net.input(name, dtype, [sizes.get(letter, letter) for letter in shape])
     specs = weight_specs(model)
     for spec in specs:
-        net.weight(spec.name, spec.shape, spec.quantization)
+        net.weight(spec.name, spec.shape, spec.quantization, spec.sources)
     row: list[int | str] = ["B", model.num_kv_heads, plan.page_size, model.head_dim]
     for layer in range(model.num_layers):
         for name in ("keys", "values"):
