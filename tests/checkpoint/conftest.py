@@ -53,7 +53,9 @@ def blocks(kind: str, shape: tuple[int, int], random: np.random.Generator) -> np
     """Return random rows of blocks [out, bytes] whose values are small."""
     of, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     raw = random.integers(0, 256, (shape[0], shape[1] // of, size), dtype=np.uint8)
-    floats = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(kind, (0,))
+    floats = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(
+        kind, (0,)
+    )
     for place in floats:
         values = random.standard_normal(raw.shape[:2]).astype(np.float16) * np.float16(0.02 if kind in ("Q4_0", "Q4_1", "Q5_0") else 0.002)
         raw[..., place : place + 2] = values[..., None].view(np.uint8)
@@ -79,7 +81,9 @@ def write_gguf(
     for layer in range(layers):
         at = f"model.layers.{layer}"
         shapes |= {f"{at}.input_layernorm.weight": (e,), f"{at}.post_attention_layernorm.weight": (e,)}
-        shapes |= {f"{at}.self_attn.{name}_proj.weight": (rows, e) for name, rows in (("q", e), ("k", e * kv // heads), ("v", e * kv // heads), ("o", e))}
+        shapes |= {
+            f"{at}.self_attn.{name}_proj.weight": (rows, e) for name, rows in (("q", e), ("k", e * kv // heads), ("v", e * kv // heads), ("o", e))
+        }
         shapes |= {f"{at}.mlp.gate_proj.weight": (f, e), f"{at}.mlp.up_proj.weight": (f, e), f"{at}.mlp.down_proj.weight": (e, f)}
     weights = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     writer = gguf.GGUFWriter(str(file), arch)

@@ -74,7 +74,9 @@ def test_values_are_those_of_the_gguf_package(kind: str, tmp_path: Path) -> None
     packed = [one for one in weights.values() if isinstance(one, PackedWeight)]
     assert len(packed) == 9
     assert sum(one.nbytes for one in packed) == sum(spec.nbytes("float32") for spec in specs if spec.quantization)
-    matrices = sum(gguf.quants.quant_shape_to_byte_shape(w.shape, gguf.GGMLQuantizationType[kind])[1] * len(w) for w in tiny.weights.values() if w.ndim > 1)
+    matrices = sum(
+        gguf.quants.quant_shape_to_byte_shape(w.shape, gguf.GGMLQuantizationType[kind])[1] * len(w) for w in tiny.weights.values() if w.ndim > 1
+    )
     assert sum(one.nbytes for one in packed) <= matrices * (1.21 if "Q5" in kind else 1.03)  # five bits are stored as six
 
 

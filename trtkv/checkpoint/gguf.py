@@ -1,7 +1,7 @@
 """Turns a GGUF file of the llama architecture into a Hugging Face directory, tensor by tensor.
 
-The `gguf` package reads and, where matrices do not stay packed (`gguf_blocks.py`), dequantizes; llama.cpp's row order of the query and key projections
-is undone here, and the tokenizer is rebuilt from the file's metadata.
+The `gguf` package reads and, where matrices do not stay packed (`gguf_blocks.py`), dequantizes; llama.cpp's row order of the query and key
+projections is undone here, and the tokenizer is rebuilt from the file's metadata.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from trtkv.checkpoint.find import ORIGIN, SINGLE
-from trtkv.checkpoint.gguf_blocks import packed_modules, repack
 from trtkv.checkpoint.staging import replace_directory, staging
 from trtkv.errors import CheckpointError, UnknownName
 from trtkv.quantized.encoding import HALF_OR_SINGLE
@@ -59,9 +58,12 @@ def convert_gguf(
     """Write a GGUF's weights, configuration and tokenizer as the Hugging Face directory `out`, and return it.
 
     packed leaves matrices of the types in `trtkv.quantized.gguf` quantized; all else becomes dtype. float32 preserves every dequantized bit.
-    `config.json` states the source, by default the file's name. An existing `out` is replaced only when everything is written. Raises CheckpointError for a file that is truncated, no GGUF, of another architecture, or with a tokenizer that is not
+    `config.json` states the source, by default the file's name. An existing `out` is replaced only when everything is written. Raises
+    CheckpointError for a file that is truncated, no GGUF, of another architecture or of a type that cannot be read, or with a tokenizer that is not
     byte-level BPE; OSError when it cannot be written.
     """
+    from trtkv.checkpoint.gguf_blocks import packed_modules
+
     if dtype not in HALF_OR_SINGLE:
         raise UnknownName("dtype", dtype, HALF_OR_SINGLE)
     with _reading(file):
@@ -156,6 +158,8 @@ def _hf_name(name: str, file: Path) -> str:
 
 def _write_weights(stream: BinaryIO, tensors: list[tuple[str, ReaderTensor]], config: Mapping[str, Any], dtype: str, progress: Progress) -> None:
     import torch
+
+    from trtkv.checkpoint.gguf_blocks import repack
 
     kinds = {module: kind for kind, modules in config.get("quantization_config", {}).get("types", {}).items() for module in modules}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

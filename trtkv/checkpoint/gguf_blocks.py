@@ -44,7 +44,8 @@ def repack(kind: str, data: npt.NDArray[np.uint8], order: Tensor | None) -> Part
         rows = slice(start, start + step) if order is None else order[start : start + step].numpy()
         raw = torch.from_numpy(np.array(data[rows]))
         slabs.append({name: value.flatten(1) for name, value in BLOCKS[kind](raw.unflatten(1, (-1, SIZES[kind]))).items()})
-        slabs[-1]["codes"] = {"int4": pair, "int6": _sixes}.get(one.codes, lambda codes: codes)(slabs[-1]["codes"])
+        if one.codes != "int8":
+            slabs[-1]["codes"] = (pair if one.codes == "int4" else _sixes)(slabs[-1]["codes"])
     return {name: torch.cat([slab[name] for slab in slabs]) for name in slabs[0]}
 
 

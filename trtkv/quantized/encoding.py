@@ -18,10 +18,11 @@ SCALES, ZEROS, MINIMA = ".scales", ".zeros", ".minima"  # what the graph's input
 class Quantization(BaseModel):
     """The encoding of every quantized matrix [out, in] of a checkpoint, and the modules that are left as they were.
 
-    A weight is (code - zero point) * scale, or code * scale + minimum; `group` weights of a row share these, 0 says all of them. Codes of fp8 are e4m3,
-    of int8 signed. Those of int4 and int6 are unsigned; with neither zero points nor minima their zero is 8 or 32. Two of four bits are in a byte, the
-    first in the low half; 32 of six bits are 16 bytes of low halves and 8 bytes of the rest, four to a byte. scales says how the file stores scales: in
-    memory each row has them. Where `block` is not 0, scales and minima are integers, times a float16 for so many weights. others are encoded otherwise.
+    A weight is (code - zero point) * scale, or code * scale + minimum; `group` weights of a row share these, 0 says all of them. Codes of fp8 are
+    e4m3, of int8 signed. Those of int4 and int6 are unsigned; with neither zero points nor minima their zero is 8 or 32. Two of four bits are in a
+    byte, the first in the low half; 32 of six bits are 16 bytes of low halves and 8 of the rest, four to a byte. scales says how the file stores
+    scales: in memory each row has them. Where `block` is not 0, scales and minima are integers, times a float16 for so many weights. others are
+    modules that are encoded otherwise.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -49,7 +50,8 @@ class Quantization(BaseModel):
         first, *rest = [self.of(one) for one in modules]
         if first is None or all(one == first for one in rest):
             return first
-        return first.model_copy(update={"others": tuple((one, (name,)) for one, name in zip(rest, modules[1:], strict=True) if one and one != first)})
+        others = tuple((one, (name,)) for one, name in zip(rest, modules[1:], strict=True) if one and one != first)
+        return first.model_copy(update={"others": others})
 
     def groups(self, width: int) -> int:
         """Return the scales of a row of `width` weights."""

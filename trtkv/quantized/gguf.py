@@ -1,7 +1,7 @@
 """GGUF's quantized types as `trtkv pull` stores them: the values of the file, each kind in a tensor of its own that the runtime maps.
 
-Codes, scales and minima are the file's (ggml-quants.c of llama.cpp). Q4_0, Q5_0 and Q8_0 are code * scale, Q4_1 and Q5_1 add a minimum. In Q4_K, Q5_K
-and Q6_K scales and minima are integers times a float16 for 256 weights; a product has at most 18 significant bits, which fp32 has and float16 has not.
+Codes, scales and minima are the file's (ggml-quants.c of llama.cpp). Q4_0, Q5_0 and Q8_0 are code * scale; Q4_1 and Q5_1 add a minimum. In Q4_K, Q5_K
+and Q6_K scales and minima are integers times a float16 for 256 weights: fp32 has room for the product's 19 significant bits, float16 has not.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ PIECE = 1 << 22  # weights dequantized at a time
 class Codes:
     """Rows of a matrix [out, in]: codes, fp8 or int8 [out, in], or uint8 [out, in * bits / 8] as `Quantization` says they lie.
 
-    Scales and zero points or minima (or None of both: half of what the bits hold) are [out, groups]; where there are blocks [out, blocks] of scales and
-    minima, they multiply those of their groups.
+    Scales and zero points or minima are [out, groups]; without both the zero is half of what the bits hold. Blocks [out, blocks] of scales and
+    minima, where there are any, multiply those of their groups.
     """
 
     codes: Tensor

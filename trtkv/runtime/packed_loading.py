@@ -19,6 +19,7 @@ from trtkv.runtime.packed import Codes, PackedWeight, Scratch
 from trtkv.runtime.sources import Source, share
 from trtkv.runtime.uploads import Piece, cut
 
+MORE = ("minima", "scale_blocks", "minimum_blocks")
 UNBIASED = ("o_proj", "gate_proj", "up_proj", "down_proj")
 CODES = {"fp8": torch.float8_e4m3fn, "int4": torch.uint8, "int6": torch.uint8, "int8": torch.int8}
 
@@ -130,7 +131,7 @@ def packed_pieces(checkpoint: Checkpoint, spec: Source, scratch: Scratch, device
 
 
 def _codes(codes: Tensor, beside: Mapping[str, Tensor], one: Quantization) -> Codes:
-    return Codes(codes, **{"zeros": None, **beside}, group=one.group, bits=BITS[one.codes])
+    return Codes(codes, beside["scales"], beside.get("zeros"), one.group, BITS[one.codes], *(beside.get(kind) for kind in MORE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,15 +163,14 @@ def _random(one: Quantization, out: int, width: int, generator: torch.Generator,
     else:
         codes = torch.randint(0, 256, (out, width * BITS[one.codes] // 8), dtype=torch.uint8, device=device, generator=generator)
         codes, deviation = codes.view(CODES[one.codes]), 2 ** BITS[one.codes] / 12**0.5
-    scale = {"dtype": TORCH_DTYPES[one.scale_dtype], "device": device}
-    beside = {"scales": torch.full(groups, 1 if one.block else 0.02 / deviation, **scale)}
-    if one.minima:
-        beside["minima"] = torch.full(groups, 1 if one.block else -0.02 * 3**0.5, **scale)
+    beside = {}
+    for kind, blocks, value in (("scales", "scale_blocks", 0.02 / deviation), ("minima", "minimum_blocks", -0.02 * 3**0.5)):
+        if kind == "scales" or one.minima:
+            beside[kind] = torch.full(groups, 1 if one.block else value, dtype=TORCH_DTYPES[one.scale_dtype], device=device)
+            if one.block:
+                beside[blocks] = torch.full((out, width // one.block), value, dtype=torch.float16, device=device)
     if one.zero_points:
         beside["zeros"] = torch.full(groups, 8, dtype=torch.uint8, device=device)
-    for kind, value in (("scale_blocks", 0.02 / deviation), ("minimum_blocks", -0.02 * 3**0.5)) if one.block else ():
-        if kind == "scale_blocks" or one.minima:
-            beside[kind] = torch.full((out, width // one.block), value, dtype=torch.float16, device=device)
     return _codes(codes, beside, one)
 
 
