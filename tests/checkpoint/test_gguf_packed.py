@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.adapters import shapes_of, write_adapter
 from tests.checkpoint.conftest import TinyGguf, blocks, write_gguf
+from tests.console import Capture, call, complaint
 from trtkv.api import build
+from trtkv.checkpoint.find import resolve_model
 from trtkv.checkpoint.gguf import convert_gguf
 from trtkv.checkpoint.gguf_blocks import SIZES, packed_modules
 from trtkv.checkpoint.weights import Checkpoint
 from trtkv.config import ModelConfig
 from trtkv.diagnose.inspect import contents
 from trtkv.diagnose.verify import Plan, verify
+from trtkv.errors import CheckpointError, ConfigError
 from trtkv.graph.weights import weight_specs
 from trtkv.quantized.formats import tensors_of
 from trtkv.quantized.gguf import TYPES
@@ -27,7 +34,7 @@ from trtkv.runtime.llm import LLM
 from trtkv.runtime.loading import Options
 from trtkv.runtime.packed import Bound, PackedWeight
 from trtkv.runtime.sampler import SamplingParams
-from trtkv.runtime.weights import map_weights, upload_weights
+from trtkv.runtime.weights import map_weights, random_weights, upload_weights
 
 SIZE = {"sizes": (256, 512), "heads": (16, 4)}
 # As llama.cpp's Q4_K_M: the other type in every second layer, for values and the layer down, and a tied embedding.
@@ -162,3 +169,76 @@ def test_an_engine_is_verified_and_its_parts_are_named(dtype: str, tmp_path: Pat
         "int4 with scales and minima of groups of 32, int6 with scales of groups of 16 (gguf)",
         "int4 with scales and minima of groups of 32 (gguf)",
     }
+
+
+def spoiled(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda one: one.pop(f"{Q}.minima"), f"lacks the tensor '{Q}.minima'"),
+        (lambda one: one.update({f"{Q}.scales": one[f"{Q}.scales"][:, :7].clone()}), r"shape \[256, 7\], expected \[256, 8\]"),
+        (lambda one: one.update({f"{Q}.codes": one[f"{Q}.codes"].char()}), "is int8. Expected uint8"),
+        (lambda one: one[f"{Q}.scale_blocks"].fill_(torch.inf), "holds scale blocks that are not finite"),
+        (lambda one: one[f"{Q}.minimum_blocks"].fill_(torch.nan), "holds minimum blocks that are not finite"),
+    ],
+)  # fmt: skip
+def test_bad_tensors_are_one_line(change: Callable[[dict[str, Tensor]], object], problem: str, tmp_path: Path) -> None:
+    tiny = write_gguf(tmp_path / "x.gguf", kinds=mixed, **SIZE)
+    out = convert_gguf(tiny.file, tmp_path / "out", packed=True)
+    spoiled(out, change)
+    with pytest.raises(CheckpointError, match=problem) as error:
+        bound(out)
+    assert "\n" not in str(error.value)
+
+
+def test_types_of_a_configuration_that_are_not_known(tmp_path: Path) -> None:
+    out = convert_gguf(write_gguf(tmp_path / "x.gguf", kinds=mixed, **SIZE).file, tmp_path / "out", packed=True)
+    raw = json.loads((out / "config.json").read_text())
+    for types, problem in (({"Q3_K": [Q]}, "type 'Q3_K' are not supported"), ({}, "not supported"), ({"Q4_K": Q}, "no list of module names")):
+        raw["quantization_config"]["types"] = types
+        with pytest.raises(CheckpointError, match=problem):
+            ModelConfig.from_hf(raw)
+
+
+def test_parts_that_cut_through_blocks_are_refused(tmp_path: Path) -> None:
+    tiny = write_gguf(tmp_path / "x.gguf", kinds=lambda name: "Q6_K", **SIZE)
+    config = ModelConfig.from_dir(convert_gguf(tiny.file, tmp_path / "out", packed=True))
+    with pytest.raises(ConfigError, match=r"o_proj' \[256, 256\] in 2 parts of \[256, 128\] cuts through groups of 256"):
+        weight_specs(config.part(2), 2)
+
+
+def test_random_weights_deviate_as_usual(tmp_path: Path) -> None:
+    for kind in ("Q4_1", "Q8_0", "Q5_K", "Q6_K"):
+        tiny = write_gguf(tmp_path / f"{kind}.gguf", kinds=lambda name, kind=kind: kind, **SIZE)
+        specs = weight_specs(ModelConfig.from_dir(convert_gguf(tiny.file, tmp_path / kind, packed=True)))
+        made = random_weights(specs, torch.float32, torch.device("cpu"), lambda done, total: None)
+        assert wide(made["layers.1.gate_up"]).std().item() == pytest.approx(0.02, rel=0.05)
+
+
+def test_a_file_is_read_once_and_is_a_model_afterwards(tmp_path: Path, capsys: Capture) -> None:
+    tiny = write_gguf(tmp_path / "some.gguf", kinds=mixed, **SIZE)
+    line = complaint(capsys, "build", "--model", tiny.file, "--out", tmp_path / "engine", "--backend", "none")
+    assert f"Run trtkv pull {tiny.file}" in line
+    assert call("pull", tiny.file) == 0
+    path = Path(capsys.readouterr().out.strip())
+    before = (path / "model.safetensors").stat().st_ino
+    assert call("pull", tiny.file) == 0 and (path / "model.safetensors").stat().st_ino == before
+    source = resolve_model(str(tiny.file))
+    assert source.path == path and source.config.quantization is not None and source.config.dtype == "bfloat16"
+    assert call("plan", "--model", tiny.file, "--context", "100", "--json") == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert told["weight_bytes"] == sum(spec.nbytes("bfloat16") for spec in weight_specs(source.config)) and "int6" in told["weights"]
+    assert call("pull", tiny.file, "--no-packed") == 0 and resolve_model(str(tiny.file)).config.quantization is None
+    os.utime(tiny.file, (4e9, 4e9))
+    assert "changed since it was read" in complaint(capsys, "build", "--model", tiny.file, "--out", tmp_path / "engine", "--backend", "none")
+    tiny.file.write_bytes(tiny.file.read_bytes()[:20000])
+    assert "truncated or no GGUF file" in complaint(capsys, "pull", tiny.file)
+    assert path.is_dir() and [one.name for one in path.parent.iterdir()] == [path.name]

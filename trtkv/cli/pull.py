@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from cyclopts import App
+from typing import Annotated
+
+from cyclopts import App, Parameter
 
 from trtkv.cli.output import print_json, progress
 
@@ -13,7 +15,13 @@ def register(app: App) -> None:
 
 
 def pull(
-    name: str, *, dtype: str | None = None, packed: bool | None = None, revision: str | None = None, force: bool = False, json: bool = False
+    name: str,
+    *,
+    dtype: str | None = None,
+    packed: Annotated[bool | None, Parameter(negative="--no-packed")] = None,
+    revision: str | None = None,
+    force: bool = False,
+    json: bool = False,
 ) -> None:
     """Fetch a checkpoint: a preset (trtkv models) or a Hugging Face id; or read a GGUF file, which is a --model afterwards.
 
