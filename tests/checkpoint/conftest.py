@@ -62,6 +62,18 @@ def blocks(kind: str, shape: tuple[int, int], random: np.random.Generator) -> np
     return raw.reshape(shape[0], -1)
 
 
+# As llama.cpp's Q4_K_M: the other type in every second layer, for values and the layer down, and a tied embedding.
+MIXED = {"v_proj": "Q6_K", "down_proj": "Q6_K", "embed_tokens": "Q6_K"}
+
+
+def mixed(name: str) -> str:
+    """Name the type of a matrix in a file of two types; layer 1 is of one type but for its output projection."""
+    module = name.split(".")[-2]
+    if "layers.1" in name:
+        return "Q8_0" if module == "o_proj" else "Q4_K"
+    return MIXED.get(module, "Q4_K")
+
+
 def write_gguf(
     file: Path,
     *,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.adapters import shapes_of, write_adapter
-from tests.checkpoint.conftest import TinyGguf, blocks, write_gguf
+from tests.checkpoint.conftest import TinyGguf, blocks, mixed, write_gguf
 from tests.console import Capture, call, complaint
 from trtkv.api import build
 from trtkv.checkpoint.find import resolve_model
@@ -37,16 +37,6 @@ from trtkv.runtime.sampler import SamplingParams
 from trtkv.runtime.weights import map_weights, random_weights, upload_weights
 
 SIZE = {"sizes": (256, 512), "heads": (16, 4)}
-# As llama.cpp's Q4_K_M: the other type in every second layer, for values and the layer down, and a tied embedding.
-MIXED = {"v_proj": "Q6_K", "down_proj": "Q6_K", "embed_tokens": "Q6_K"}
-
-
-def mixed(name: str) -> str:
-    """Name the type of a matrix in a file of two types; layer 1 is of one type but for its output projection."""
-    module = name.split(".")[-2]
-    if "layers.1" in name:
-        return "Q8_0" if module == "o_proj" else "Q4_K"
-    return MIXED.get(module, "Q4_K")
 
 
 def bound(path: Path, part: tuple[int, int] = (0, 1), *, uploaded: bool = False) -> dict[str, Bound]:
