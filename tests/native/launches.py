@@ -30,7 +30,7 @@ from trtkv.policies.registry import parse_policy
 SMS = ("89", "90")
 DEVICES = (("90", 132), ("90", 133), ("90", 78), ("89", 58))
 MODEL = ModelConfig(
-    model_type="qwen3", hidden_size=64, intermediate_size=64, num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=128, vocab_size=99, qk_norm=True
+    model_type="qwen3", hidden_size=64, intermediate_size=64, num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=128, vocab_size=98, qk_norm=True
 )
 
 
@@ -55,10 +55,11 @@ CLUSTER, COOPERATIVE, OVERLAP = 4, 2, 6  # numbers of attributes
 class Check:
     """One engine's library beside its Python nodes."""
 
-    def __init__(self, policy: str, folder: Path) -> None:
+    def __init__(self, policy: str, folder: Path, model: ModelConfig = MODEL, parts: int = 1) -> None:
         self.fake = ctypes.CDLL(str(compile_source("fake_driver.cpp", folder / FAKE, "-Wl,-soname,libcuda.so.1")), mode=ctypes.RTLD_GLOBAL)
-        self.plan, self.limits = parse_policy(policy).plan(MODEL), Limits(max_seq_len=4096, max_batch_size=2, max_chunk_tokens=64)
-        self.nodes = Nodes(self.plan, [op_config(MODEL, self.plan, layer) for layer in range(MODEL.num_layers)], self.limits, MODEL.qk_norm)
+        self.plan, self.limits = parse_policy(policy).plan(model), Limits(max_seq_len=4096, max_batch_size=2, max_chunk_tokens=64)
+        configs = [op_config(model, self.plan, layer) for layer in range(model.num_layers)]
+        self.nodes = Nodes(self.plan, configs, self.limits, model.qk_norm, parts)
         steps = tables.record_all(self.nodes, SMS)
         self.binaries = {spec: stand_in(spec) for spec in tables.specs_of(steps)}
         library.FLAGS = tuple("-O0" if one == "-O2" else one for one in library.FLAGS)  # compiles in half the time

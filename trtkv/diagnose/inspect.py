@@ -122,10 +122,11 @@ def _runs_here(manifest: Manifest) -> str:
 
 def _plugins_by(manifest: Manifest) -> str:
     """Say what runs the plugin nodes: Python, and for which GPUs a library; where there is none, whether there could be."""
-    native, reason = manifest.native, "it is one part of several" if manifest.tp > 1 else why_not(manifest.cache)
+    native, reason = manifest.native, why_not(manifest.cache)
     if native is not None:
         inside = "; native/engine.plan holds it" if native.self_contained else ""
-        return f"Python; outside of Python the native library, for sm {', '.join(native.sms)}{inside}"
+        parts = f", whose {manifest.tp} parts meet by NCCL" if manifest.tp > 1 else ""
+        return f"Python; outside of Python the native library, for sm {', '.join(native.sms)}{parts}{inside}"
     return f"Python; no native library runs this policy: {reason}" if reason else "Python; trtkv build --native writes a native library, too"
 
 

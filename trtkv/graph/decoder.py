@@ -53,7 +53,7 @@ def build_decoder(model: ModelConfig, plan: CachePlan, limits: Limits, tp: int =
         return net.plugin(ATTEND, [q, *SEQUENCES, "state", *selection], f"{at}.attended", layer, config)
 
     def added(layer: int, part: str, name: str) -> str:
-        return part if tp == 1 else net.plugin(ALL_REDUCE, [part], name, layer, op_config(model, plan, layer))
+        return part if tp == 1 else net.plugin(ALL_REDUCE, [part, "state"], name, layer, op_config(model, plan, layer))
 
     add_head(net, model, plan, add_layers(net, model, "token_ids", attention, added), tp)
     return Decoder(net.model(), specs)
@@ -67,7 +67,7 @@ def add_head(net: Network, model: ModelConfig, plan: CachePlan, normed: str, tp:
     product = net.linear(normed, weight, "logits.part" if shared else whole)
     if shared:
         last = model.num_layers - 1
-        net.plugin(ALL_GATHER, [product, net.constant("parts", np.zeros(tp, np.int32))], whole, last, op_config(model, plan, last))
+        net.plugin(ALL_GATHER, [product, net.constant("parts", np.zeros(tp, np.int32)), "state"], whole, last, op_config(model, plan, last))
     if narrow:
         net.node("Cast", [whole], "logits", to=1)
     net.output("logits", "float32", ["R", model.vocab_size])
