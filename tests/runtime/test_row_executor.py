@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,7 @@ from trtkv.runtime import loading, where_tensorrt_runs
 from trtkv.runtime.contexts import Contexts
 from trtkv.runtime.loading import Options, open_engine
 from trtkv.runtime.rope import rope_table
-from trtkv.runtime.row_executor import CACHES, RowExecutor
+from trtkv.runtime.row_executor import RowExecutor
 from trtkv.runtime.rows import StepRow
 from trtkv.runtime.step import Stepper
 from trtkv.runtime.weights import map_weights
@@ -120,15 +121,15 @@ class DefinedContext:
         return True
 
 
-def stepper_of(tiny: TinyModel) -> Stepper:
+def stepper_of(tiny: TinyModel, policy: str = "full", sets: Sequence[str] = ()) -> Stepper:
     """Open the graph's definition; its plan is that of bfloat16, as float32 is refused, and it computes in float32."""
     half = tiny.config.model_copy(update={"dtype": "bfloat16"})
-    plan = row_plan(parse_policy("full").plan(tiny.config), half, LIMITS)
+    plan = row_plan(parse_policy(policy, sets=sets).plan(tiny.config), half, LIMITS)
     decoder = build_native(tiny.config, plan, LIMITS)
     onnx.checker.check_model(decoder.model)
     cache = make_cache(plan, [LIMITS.max_batch_size], LIMITS.max_batch_size, "cpu")
-    for name in CACHES:
-        cache.buffer(name, 0).fill_(torch.nan)  # of memory as it comes
+    for one in plan.buffers:
+        cache.buffer(one.name, one.layers[0]).fill_(torch.nan)  # of memory as it comes
     weights = map_weights(Checkpoint(tiny.path), decoder.weights, torch.float32, torch.device("cpu"), lambda done, total: None)
     rope = rope_table(tiny.config.rope, tiny.config.head_dim, LIMITS.max_seq_len)
     bindings = {spec.name: torch.cat(weights[spec.name].parts).view(spec.shape) for spec in decoder.weights}
@@ -138,16 +139,27 @@ def stepper_of(tiny: TinyModel) -> Stepper:
     return Stepper(executor, cache, LIMITS, rope)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_the_graph_means_full_attention(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "policy", "sets"),
+    [
+        ("llama", "full", ()),
+        ("qwen2", "full", ()),
+        ("qwen3", "full", ()),
+        ("llama", "quest", ("retrieve.budget=32", "retrieve.dense_layers=0")),
+        ("qwen3", "quest", ("retrieve.budget=40", "retrieve.page=8", "retrieve.sink=11", "retrieve.window=9", "retrieve.dense_layers=1")),
+        ("qwen2", "quest", ("retrieve.budget=80", "retrieve.page=40", "retrieve.dense_layers=0")),
+    ],
+)
+def test_the_graph_means_the_policy(kind: str, policy: str, sets: tuple[str, ...], tmp_path: Path) -> None:
     """Prompts in chunks, alone and together, some decoding while others are read, a row used again: every row of logits is the torch executor's."""
     tiny = make_tiny(kind, tmp_path / "model")
-    ours, theirs = stepper_of(tiny), make_rig(tiny, "full", tmp_path, slots=3, length=LIMITS.max_seq_len).stepper
+    ours, theirs = stepper_of(tiny, policy, sets), make_rig(tiny, policy, tmp_path, sets=sets, slots=3, length=LIMITS.max_seq_len).stepper
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, tiny.config.vocab_size, (4, LIMITS.max_seq_len), generator=generator).tolist()
     place = {0: 2, 1: 0, 2: 1, 3: 2}  # sequences' rows: the last takes the first one's
     steps = [[(0, 0, 30), (1, 0, 2)], [(0, 30, 41)], [(1, 2, 3), (0, 41, 42)], [(2, 0, 1)], [(0, 42, 43), (2, 1, 2), (1, 3, 4)],
-             [(3, 0, 20)], [(3, 20, 21), (1, 4, 5)], [(1, 5, 25), (3, 21, 22)]]  # fmt: skip
+             [(3, 0, 20)], [(3, 20, 21), (1, 4, 5)], [(1, 5, 25), (3, 21, 22)], [(3, 22, 54)], [(3, 54, 55), (1, 25, 26)], [(3, 55, 84)],
+             *([(3, 84 + step, 85 + step), (1, 26 + step, 27 + step)] for step in range(12))]  # fmt: skip
     for step in steps:
         found, expected = (
             stepper.run([row_of(stepper, tokens[who], place[who], begin, end) for who, begin, end in step]) for stepper in (ours, theirs)

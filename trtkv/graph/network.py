@@ -66,6 +66,11 @@ class Network:
             lengths = self.constant(f"sizes.{'.'.join(map(str, sizes))}", np.array(sizes, np.int64))
             self._nodes.append(helper.make_node("Split", [x, lengths], list(outputs), name=name, axis=axis))
 
+    def top_k(self, x: str, count: str, output: str, axis: int) -> str:
+        """Return the places of the highest values along an axis; count is a shape [1]."""
+        self._nodes.append(helper.make_node("TopK", [x, count], [f"{output}.values", output], name=output, axis=axis))
+        return output
+
     def linear(self, x: str, weight: str, output: str, bias: str | None = None) -> str:
         """Multiply x [T, in] with weight [out, in] transposed; a bias is [1, out], which TensorRT fuses where [out] costs a kernel."""
         wide = self._wide.get(weight, weight)

@@ -146,10 +146,11 @@ def _open(directory: Path, options: Options, progress: Progress, part: Part | No
     check_weights((held or manifest.weight_bytes) + adapters.nbytes, device)
     weights = {} if held else _weights(manifest, options.weights, device, progress, share)
     adapters = adapters.to(device)
+    native = manifest.attention == "native"  # whose layers select wherever the budget is smaller
     try:
         offload = _offload(plan, manifest.limits, device, options, progress, part)
         num_pages = [offload.num_pages] if offload else _pool_sizes(plan, manifest.limits, device, options, held)
-        if manifest.attention == "native":
+        if native:
             num_pages = [min(num_pages[0], manifest.limits.max_batch_size)]  # a decode step runs over all of them
     except CapacityError:
         if part:
@@ -161,13 +162,13 @@ def _open(directory: Path, options: Options, progress: Progress, part: Part | No
     if options.dense_below is not None and options.dense_below < 0:
         raise ConfigError(f"dense-below {options.dense_below} is below 0", "Give tokens, 0 to select wherever the budget is smaller.")
     sequences = manifest.limits.max_batch_size
-    dense = dense_below(plan, sequences, device) if options.dense_below is None else options.dense_below
+    dense = (0 if native else dense_below(plan, sequences, device)) if options.dense_below is None else options.dense_below
     cache = make_cache(plan, num_pages, sequences, device, dense, tier=offload)
     if part:
         cache.reduce, cache.gather, cache.parts = part.reduce, part.gather, part.count
     if gpu_ready(device) is None:
         progress("kernels", 0.0)
-        if manifest.attention == "native":
+        if native:
             store.load_all(sampling_kernels(manifest.model, arch()))
         else:
             store.load_all(kernels_for(plan, manifest.model, manifest.limits, arch()))
@@ -315,6 +316,7 @@ def _why_torch(manifest: Manifest, options: Options, device: torch.device) -> st
     reason = "the torch executor was requested" if wanted == "torch" else reason
     if manifest.attention == "native":
         reason = reason or ("--offload stores tokens outside its caches" if options.offload else None)
+        reason = reason or ("--dense-below is of trtkv's kernels" if options.dense_below else None)
         if reason is not None:
             raise EngineError(f"only TensorRT runs this engine, built with --attention native: {reason}", "Build it without --attention native.")
     elif wanted == "auto" and reason is None and not _holds_weights(manifest) and captures_all(manifest.cache, device):
