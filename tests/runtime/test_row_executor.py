@@ -25,7 +25,7 @@ from tests.tiny import TinyModel, make_rig, make_tiny
 from tests.toy_graph import needs_rtx
 from trtkv.api import build
 from trtkv.checkpoint.weights import Checkpoint
-from trtkv.config import Limits
+from trtkv.config import Limits, ModelConfig
 from trtkv.engine import launched_kernels
 from trtkv.engine.manifest import GRAPH, PLAN, read_manifest
 from trtkv.engine.profiles import row_profiles
@@ -174,16 +174,19 @@ def row_of(stepper: Stepper, tokens: list[int], place: int, begin: int, end: int
 
 @pytest.mark.trt
 @needs_rtx
-def test_tensorrt_maps_it_to_its_own_layers(tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("policy", ["full", "quest"])
+def test_tensorrt_maps_it_to_its_own_layers(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRTKV_HOME", str(tmp_path / "home"))
-    wide = make_tiny("llama", tmp_path / "wide", head_dim=64, dtype=torch.bfloat16)
-    path = build(str(wide.path), out=tmp_path / "engine", max_seq_len=256, sms=["89"], backend="tensorrt_rtx", attention="native")
+    wide, sets = make_tiny("llama", tmp_path / "wide", head_dim=64, dtype=torch.bfloat16), {"quest": ["retrieve.budget=128"]}.get(policy, [])
+    given = {"max_seq_len": 256, "sms": ["89"], "backend": "tensorrt_rtx", "attention": "native"}
+    path = build(str(wide.path), policy, sets=sets, out=tmp_path / "engine", **given)
     launched = launched_kernels.kernels((path / PLAN).read_bytes())
-    layers = read_manifest(path).model.num_layers
+    selects = [one is not None for one in read_manifest(path).cache.select]
+    assert any(selects) == (policy == "quest")
     assert launched_kernels.segments((path / PLAN).read_bytes()) == 1 and not [one for one in launched if one.kind == "custom_layer"]
     for profile in (0, 1):
         attention = [one for one in launched if "mha" in one.name and one.profile == profile]
-        assert [one.layers for one in attention] == [(f"layers.{layer}.attention",) for layer in range(layers)]
+        assert [one.layers for one in attention] == [(f"layers.{layer}.attention{'.selected' * one}",) for layer, one in enumerate(selects)]
     assert not [node for node in onnx.load(str(path / GRAPH)).graph.node if node.domain]
     for executor in ("auto", "torch"):
         with pytest.raises(EngineError, match=r"only TensorRT runs this engine, built with --attention native: .*Build it without"):
@@ -199,7 +202,9 @@ def test_tensorrt_maps_it_to_its_own_layers(tiny_llama: TinyModel, tmp_path: Pat
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"policy": "fier"}, "the policy 'fier' has the role retrieve"),
+        ({"policy": "fier"}, "the policy 'fier' chooses otherwise than by bounds"),
+        ({"policy": "arkvale"}, "the policy 'arkvale' has the role offload"),
+        ({"policy": "quest", "sets": ["retrieve.pooling=none"]}, "the policy 'quest' lets heads agree by 'none', not by max"),
         ({"policy": "lagkv"}, "the policy 'lagkv' has the role evict"),
         ({"policy": "xattention"}, "the policy 'xattention' has the role prefill"),
         ({"dtype": "float32"}, "takes bfloat16 and float16, not float32"),
@@ -213,6 +218,17 @@ def test_what_it_does_not_run_is_refused_in_a_line(more: dict[str, Any], words: 
     with pytest.raises(BuildError, match=words) as caught:
         build(str(tiny_llama.path), **given)
     assert "\n" not in str(caught.value) and not (tmp_path / "engine").exists()
+
+
+def test_more_pages_than_top_k_takes_are_refused() -> None:
+    model = ModelConfig(
+        model_type="llama", hidden_size=64, intermediate_size=64, num_layers=4, num_q_heads=4, num_kv_heads=2, head_dim=64, vocab_size=99
+    )
+    plan = parse_policy("quest").plan(model)
+    with pytest.raises(BuildError, match=r"takes 3840 pages, and --max-seq-len 70000 has 4380 of 16 tokens") as caught:
+        row_plan(plan, model, Limits(max_seq_len=70000))
+    most = Limits(max_seq_len=int(str(caught.value).split("Lower it to ")[1].split(",")[0]))
+    assert row_plan(plan, model, most).page_size == 3840 * 16
 
 
 def test_an_unknown_attention_is_named(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:

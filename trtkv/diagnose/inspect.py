@@ -122,6 +122,8 @@ def _runs_here(manifest: Manifest) -> str:
 
 def _plugins_by(manifest: Manifest) -> str:
     """Say what runs the plugin nodes: Python, and for which GPUs a library; where there is none, whether there could be."""
+    if manifest.attention == "native":
+        return "there are none: TensorRT's own layers hold the cache"
     native, reason = manifest.native, why_not(manifest.cache)
     if native is not None:
         inside = "; native/engine.plan holds it" if native.self_contained else ""
