@@ -1,7 +1,8 @@
 """Engines of `--attention native` on a GPU that TensorRT supports, beside the torch executor and beside the same policy through the plugins.
 
-python -m tests.gpu.check_native_attention MODEL [--tokens N] [--policy quest --set retrieve.budget=512]; exit code 1 where logits are further from float32's than twice the torch executor's in
-the same dtype. Prints milliseconds of a decode step by TensorRT's own layers, by TensorRT with plugins, and by the torch executor.
+python -m tests.gpu.check_native_attention MODEL [--tokens N] [--policy quest --set retrieve.budget=512]; exit code 1 where logits are further from
+float32's than twice the torch executor's in the same dtype, pages that another dtype chooses included. Prints milliseconds of a decode step by
+TensorRT's own layers, by TensorRT with plugins, and by the torch executor.
 """
 
 from __future__ import annotations

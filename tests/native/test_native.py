@@ -148,7 +148,7 @@ def test_parts_are_put_together_by_nccl(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-m", "tests.native.collectives", str(tmp_path)], check=True, capture_output=True, text=True)
     found = json.loads(done.stdout)
     assert found["collectives"] == 13
-    expected = ["no libnccl", "of 3 parts, and this", "has 4 ranks", "is of GPU 1", "NCCL failed", "NCCL failed", "'state' is 0", "needs a last entry"]
+    expected = ["no libnccl", "of 3 parts, and this", "has 4 ranks", "is of GPU 1", *["NCCL failed"] * 2, "'state' is 0", "needs a last entry"]
     assert len(found["said"]) == len(expected)
     assert all(part in line and "\n" not in line for part, line in zip(expected, found["said"], strict=True))
 

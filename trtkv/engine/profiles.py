@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from plugins.nodes import STEP_INPUTS
 from trtkv.config import Limits
 from trtkv.engine.tensorrt import Profile, Shape
-from trtkv.graph.native_attention import row_inputs, selection_of
 from trtkv.plan import CachePlan
+from trtkv.row_plan import pages_read, row_inputs, selection_of
 
 Range = tuple[int, int, int]
 SMALL_PAGE = 16  # tokens of the smallest usual page
@@ -41,20 +41,13 @@ def row_profiles(plan: CachePlan, limits: Limits) -> list[Profile]:
             "lengths": (rows,),
             "last_rows": (batch,),
         }
-        ranges |= {name: (rows, *((size,) * 3 for size in row)) for name, _, row in row_inputs(plan)}
+        ranges |= {name: (rows, *((size,) * 3 for size in row)) for name, row in row_inputs(plan)}
         ranges |= {"reads": ((pages,) * 3,)} if selection_of(plan) else {}
         low, usual, high = ({tensor: tuple(one[index] for one in bounds) for tensor, bounds in ranges.items()} for index in range(3))
         return Profile(name, {tensor: (low[tensor], usual[tensor], high[tensor]) for tensor in ranges})
 
     chosen, every = pages_read(plan)
     return [profile("decode", batch, one, chosen), profile("prefill", one, tokens, every)]
-
-
-def pages_read(plan: CachePlan) -> tuple[int, int]:
-    """Return how many pages of a row a head reads in decode and in prefill, which is all; zeros where none are chosen."""
-    select = selection_of(plan)
-    every = plan.page_size // select.unit if select else 0
-    return min(every, select.width if select else 0), every
 
 
 def largest_sizes(plan: CachePlan, limits: Limits) -> dict[str, int]:

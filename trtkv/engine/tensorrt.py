@@ -21,7 +21,7 @@ from plugins.tensorrt.plugin import register
 from plugins.tensorrt.recorder import Recorder, recording
 from trtkv.engine.progress import Monitor, make_monitor
 from trtkv.errors import BuildError
-from trtkv.graph.native_selection import SELECTED
+from trtkv.row_plan import SELECTED
 
 Shape = tuple[int, ...]
 AGAIN = "Build the graph again with this version of trtkv."

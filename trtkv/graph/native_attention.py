@@ -6,19 +6,15 @@ everything, or in decode to the pages that a query chooses (`native_selection.py
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import replace
-
 import numpy as np
 
 from trtkv.config import Limits, ModelConfig
-from trtkv.errors import BuildError
 from trtkv.graph.decoder import Decoder, add_head, add_layers
-from trtkv.graph.native_selection import MOST_PAGES, PageSelection, why_not
+from trtkv.graph.native_selection import PageSelection
 from trtkv.graph.network import ONNX_DTYPES, Network
 from trtkv.graph.weights import weight_specs
-from trtkv.plan import BufferSpec, CachePlan, SelectPlan
+from trtkv.plan import CachePlan
+from trtkv.row_plan import row_inputs, selection_of
 
 OPSET, IR_VERSION = 24, 11  # the first with TensorScatter and an Attention that takes lengths
 # Inputs of a step of B rows of S new tokens each: where the first one is written, and how many tokens are stored then.
@@ -31,37 +27,6 @@ INPUTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "rope": ("float32", ("X", "D")),
 }
 SELECTING: dict[str, tuple[str, tuple[str, ...]]] = {"reads": ("int32", ("K",))}  # holds nothing: its length says how many pages a head reads
-WITHOUT = "Leave --attention out: trtkv's own kernels run it."
-
-
-def row_plan(plan: CachePlan, model: ModelConfig, limits: Limits) -> CachePlan:
-    """Give every sequence one page, with room for a token that is never read; raises BuildError for what the layers do not run."""
-    select = selection_of(plan)
-    extra = next((f"has the role {kind}" for kind in ("evict", "quantize", "offload", "prefill") if kind in plan.roles), None)
-    extra = extra or (why_not(plan) if select else None)
-    if extra is not None:
-        raise BuildError(f"TensorRT's own layers read everything or pages by their keys' bounds, and the policy '{plan.policy}' {extra}", WITHOUT)
-    if model.dtype == "float32":
-        raise BuildError("TensorRT's own attention takes bfloat16 and float16, not float32", "Add --dtype float16 or bfloat16.")
-    unit = select.unit if select else 1  # a step bounds its pages and one behind them
-    width = _up(limits.max_seq_len + 2 * unit - 1 if select else limits.max_seq_len + 1, math.lcm(64, unit))
-    if select and width // unit > MOST_PAGES:
-        problem = f"TensorRT's TopK takes {MOST_PAGES} pages, and --max-seq-len {limits.max_seq_len} has {width // unit} of {unit} tokens"
-        raise BuildError(problem, f"Lower it to {MOST_PAGES * unit - 2 * unit}, or leave --attention out.")
-    buffers = tuple(replace(one, shape=(*one.shape[:2], width // one.tokens_per_entry, *one.shape[3:])) for one in plan.buffers)
-    return replace(plan, page_size=width, buffers=buffers)
-
-
-def selection_of(plan: CachePlan) -> SelectPlan | None:
-    """Return how layers select, those that do; None where none does."""
-    return next((one for one in plan.select if one is not None), None)
-
-
-def row_inputs(plan: CachePlan) -> Iterator[tuple[str, BufferSpec, tuple[int, int, int]]]:
-    """Yield the caches of a plan of `row_plan`: the input's name, its buffer and the sizes behind its rows."""
-    for one in plan.buffers:
-        heads, width, *rest = (int(size) for size in one.shape[1:])
-        yield from ((f"{one.name}.{layer}", one, (heads, width, math.prod(rest))) for layer in one.layers)
 
 
 def build_native(model: ModelConfig, plan: CachePlan, limits: Limits) -> Decoder:
@@ -76,17 +41,13 @@ def build_native(model: ModelConfig, plan: CachePlan, limits: Limits) -> Decoder
     specs = weight_specs(model)
     for spec in specs:
         net.weight(spec.name, spec.shape, spec.quantization)
-    for name, _, row in row_inputs(plan):
+    for name, row in row_inputs(plan):
         net.input(name, model.dtype, ["B", *row])
         net.output(f"{name}.updated", model.dtype, ["B", *row])
     attention = _Attention(net, model, plan)
     tokens = net.node("Reshape", ["token_ids", net.constant("flat", np.array([-1], np.int64))], "tokens")
     add_head(net, model, plan, add_layers(net, model, tokens, attention.add))
     return Decoder(net.model(), specs)
-
-
-def _up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
 
 
 class _Attention:

@@ -12,21 +12,9 @@ import numpy as np
 from trtkv.config import ModelConfig
 from trtkv.graph.network import ONNX_DTYPES, Network
 from trtkv.plan import CachePlan, SelectPlan
-from trtkv.rules import Box
+from trtkv.row_plan import SELECTED
 
-MOST_PAGES = 3840  # of which TensorRT's TopK takes the best
-SELECTED = ".attention.selected"  # how the names of these attention layers end, whose keys are not those of whole rows
 READ_ALWAYS, READ_NEVER = 3e38, -3e38
-
-
-def why_not(plan: CachePlan) -> str | None:
-    """Say what of a plan's selection these layers do not do, None where they do all of it."""
-    first, *others = [one for one in plan.select if one is not None]
-    if first.summary != Box() or first.forces or first.shared or first.speculative or first.unit != first.group:
-        return "chooses otherwise than by bounds of pages' keys"
-    if first.pooling != "max":
-        return f"lets heads agree by '{first.pooling}', not by max"
-    return "selects differently from layer to layer" if any(one != first for one in others) else None
 
 
 class PageSelection:
@@ -77,7 +65,8 @@ class PageSelection:
         net, begins = self.net, np.arange(self.pages, dtype=np.int64).reshape(1, 1, -1) * self.page
         starts, ends = net.constant("page.starts", begins), net.constant("page.ends", begins + self.page)
         stored = net.node("Unsqueeze", ["lengths", self._numbers(1, 2)], "stored")
-        full = net.node("Mul", [net.node("Div", [stored, self._number("page", self.page)], "stored.pages"), self._number("page", self.page)], "stored.full")
+        page = self._number("page", self.page)
+        full = net.node("Mul", [net.node("Div", [stored, page], "stored.pages"), page], "stored.full")
         before = net.node("Sub", [stored, self._number("window", select.window)], "stored.before")
         newest = net.node("Greater", [ends, net.node("Min", [full, before], "stored.free")], "page.newest")
         always = net.node("Or", [newest, net.node("Less", [starts, self._number("sink", select.sink)], "page.oldest")], "page.always")
@@ -86,9 +75,8 @@ class PageSelection:
     def _queries(self) -> str:
         """Repeat the positions of queries for every head [B Hk, 1, S, 1]."""
         net = self.net
-        shape = net.node("Shape", ["positions"], "queries.shape")
         each = net.node("Unsqueeze", ["positions", self._numbers(1)], "queries.each")
-        rows, new = (net.node("Slice", [shape, self._numbers(at), self._numbers(at + 1)], f"queries.{name}") for at, name in enumerate(("rows", "new")))
+        rows, new = (net.node("Shape", ["positions"], f"queries.{name}", start=at, end=at + 1) for at, name in enumerate(("rows", "new")))
         repeated = net.node("Expand", [each, self._concat([rows, self._numbers(self.heads), new], "queries.repeats")], "queries.repeated")
         return net.node("Reshape", [repeated, self._concat([self._numbers(-1, 1), new, self._numbers(1)], "queries.folds")], "queries.by_head")
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from plugins.cache.cache import Cache
-from trtkv.engine.profiles import pages_read
 from trtkv.errors import EngineError
+from trtkv.row_plan import pages_read
 from trtkv.runtime.tensorrt import DECODE, PREFILL, Refused, TensorrtExecutor
 
 CACHES = ("keys", "values", "page_bounds")
