@@ -64,7 +64,4 @@ def _why_not(plan: CachePlan) -> str | None:
         return "chooses otherwise than by bounds of pages' keys"
     if first.pooling != "max":
         return f"lets heads agree by '{first.pooling}', not by max"
-    always = -(-first.sink // first.unit) + (first.window + 2 * first.unit - 2) // first.unit  # pages, at most
-    if always > first.width:
-        return f"reads up to {always} pages for sink and window, and {first.width} for its budget of {first.budget} tokens"
     return "selects differently from layer to layer" if any(one != first for one in others) else None

@@ -206,7 +206,6 @@ def test_tensorrt_maps_it_to_its_own_layers(policy: str, tmp_path: Path, monkeyp
         ({"policy": "fier"}, "the policy 'fier' chooses otherwise than by bounds"),
         ({"policy": "arkvale"}, "the policy 'arkvale' has the role offload"),
         ({"policy": "quest", "sets": ["retrieve.pooling=none"]}, "the policy 'quest' lets heads agree by 'none', not by max"),
-        ({"policy": "quest", "sets": [f"retrieve.{one}" for one in ("budget=44", "sink=8", "window=20")]}, "reads up to 4 pages .* and 3 for its budget"),
         ({"policy": "lagkv"}, "the policy 'lagkv' has the role evict"),
         ({"policy": "xattention"}, "the policy 'xattention' has the role prefill"),
         ({"dtype": "float32"}, "takes bfloat16 and float16, not float32"),

@@ -152,7 +152,7 @@ def _plugins(graph: onnx.GraphProto) -> list[dict[str, Any]]:
     for node in graph.node:
         if node.domain == DOMAIN:
             layers.setdefault(node.op_type, []).append(_layer(node))
-    return [{"op": op, "nodes": len(found), "layers": _ranges(found)} for op, found in layers.items()]
+    return [{"op": op, "nodes": len(found), "layers": _ranges(list(dict.fromkeys(found)))} for op, found in layers.items()]
 
 
 def _layer(node: onnx.NodeProto) -> int:
