@@ -90,6 +90,7 @@ ATTEND = OpFace(
     shape=lambda inputs, config: (inputs[0][0], config.num_q_heads * config.head_dim),
     run=lambda cache, *given: cache.attend(*given),
 )
+# The native library finds its communicator in `state`; in Python it is the cache's.
 ALL_REDUCE = OpFace("AllReduce", ("x", "state"), (), False, lambda inputs, config: tuple(inputs[0]), _reduce)
 # `parts` holds nothing: its length, a constant, says of how many GPUs.
 ALL_GATHER = OpFace("AllGather", ("x", "parts", "state"), (), False, lambda inputs, config: (inputs[0][0], inputs[0][1] * inputs[1][0]), _gather)
