@@ -1,5 +1,7 @@
 // What every node is for TensorRT, whatever it runs.
 #pragma once
+#include <NvInferRuntime.h>
+
 #include "session.h"
 #include "tensorrt.h"
 

@@ -1,12 +1,15 @@
 #include "tensorrt.h"
 
+#include <NvInferVersion.h>
 #include <dlfcn.h>
 
+#include <cstdint>
 #include <cstdio>
 
 namespace trtkv {
 
 namespace {
+constexpr int32_t kError = 1; // ILogger::Severity
 void* finder = nullptr;
 } // namespace
 
@@ -33,7 +36,7 @@ void report(std::string const& text) {
   void* const logger = finder ? call<void*>(finder, place) : global ? global() : nullptr;
   std::string const line = "trtkv: " + text;
   if (logger) {
-    call<void>(logger, place, nvinfer1::ILogger::Severity::kERROR, line.c_str());
+    call<void>(logger, place, kError, line.c_str());
   } else {
     std::fprintf(stderr, "%s\n", line.c_str());
   }

@@ -1,7 +1,5 @@
 // TensorRT as it is in the process that opens the library, which is linked to none.
 #pragma once
-#include <NvInferRuntime.h>
-
 #include <string>
 
 namespace trtkv {
