@@ -9,7 +9,7 @@ template <typename T> bool find(T& function, void* library, char const* name) {
   return (function = reinterpret_cast<T>(dlsym(library, name))) != nullptr;
 }
 
-// A communicator belongs to the copy of NCCL that made it: one that a program holds itself is its own, one by this name is shared by all that open it.
+// A communicator belongs to the copy of NCCL that made it: the one that a program holds itself, or that by this name, which all that open it share.
 bool open(Nccl& found) {
   void* const library = dlsym(RTLD_DEFAULT, "ncclAllReduce") ? RTLD_DEFAULT : dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
 #define TRTKV_FIND(name) find(found.name, library, #name)
