@@ -199,7 +199,7 @@ class ByteCount:
     def tokens_read(self, tokens: int) -> float:
         """Return the tokens whose keys and values one decode step reads of so many, mean over the layers."""
         total = sum(layers * (tokens if tokens <= budget else min(tokens, most)) for (budget, most), layers in self._reads.items())
-        return total / self.plan.num_layers
+        return total / max(1, self.plan.num_layers)
 
     def _rows(self, lengths: Lengths | int) -> Lengths:
         return [lengths] * self.num_rows if isinstance(lengths, int) else lengths

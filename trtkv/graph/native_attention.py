@@ -34,6 +34,8 @@ def row_plan(plan: CachePlan, model: ModelConfig, limits: Limits) -> CachePlan:
     extra = next((kind for kind in ("retrieve", "evict", "quantize", "offload", "prefill") if kind in plan.roles), None)
     if extra is not None:
         raise BuildError(f"TensorRT's own attention reads everything, and the policy '{plan.policy}' has the role {extra}", WITHOUT)
+    if model.sliding is not None:
+        raise BuildError("TensorRT's own attention reads everything, and layers of the model attend through a sliding window", WITHOUT)
     if model.dtype == "float32":
         raise BuildError("TensorRT's own attention takes bfloat16 and float16, not float32", "Add --dtype float16 or bfloat16.")
     width = -(-(limits.max_seq_len + 1) // 64) * 64
