@@ -117,7 +117,7 @@ class ByteCount:
         self.buffers = tuple(buffers_of(plan, form))
         self.slot = _slot_bytes(self.buffers)
         groups = (0,) * plan.num_layers if plan.pooled else plan.page_groups
-        self.page_sizes = [0] * (max(groups) + 1)
+        self.page_sizes = [0] * (max(groups, default=0) + 1)
         for spec in self.buffers:
             for layer in spec.layers if spec.paged else ():
                 self.page_sizes[groups[layer]] += spec.row_bytes

@@ -54,7 +54,7 @@ class Cache(ABC):
         self.tier: Tier = tier or DeviceTier()
         self.dense_below = 0 if self.tier.recalls else dense_below
         self.overrides = Overrides(plan, num_slots, self.device)
-        self.windows = Windows(plan, plan.sliding, num_slots, self.device) if plan.sliding else None
+        self.windows = Windows(plan, plan.sliding, num_slots, self.device, self.runs_kernels) if plan.sliding else None
         self.buffers: dict[str, list[Tensor | None]] = {}
         self.read_tokens = 0.0
         self.parts = 1

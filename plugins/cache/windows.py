@@ -6,7 +6,8 @@ one token's query reads the ring as it lies. A chunk of a prompt attends to itse
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,22 +18,22 @@ from plugins.append.arguments import NewTokens, Target
 from plugins.append.rotate import rotate
 from plugins.attend import launch_dense
 from plugins.attend.in_torch import decode
-from plugins.cache import kernel_support
 from plugins.cache.batch import Row, StepGroup
 from plugins.config import OpConfig
 from plugins.device.driver import multiprocessors
 from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.plan import CachePlan, SlidingPlan
 
+RunsKernels: TypeAlias = Callable[[OpConfig, torch.dtype], bool]
 LEAST_QUERIES = 256  # of a chunk that attend at once, or as many as the window has
 
 
 class Windows:
     """The rings of all slots: keys and values [Z, Hk, W, D] of every sliding layer, W rounded up to a multiple of 16."""
 
-    def __init__(self, plan: CachePlan, sliding: SlidingPlan, num_slots: int, device: torch.device) -> None:
-        """Allocate the rings of a plan's sliding layers."""
-        self.plan, self.window, self.device = plan, sliding.window, device
+    def __init__(self, plan: CachePlan, sliding: SlidingPlan, num_slots: int, device: torch.device, runs_kernels: RunsKernels) -> None:
+        """Allocate the rings of a plan's sliding layers; runs_kernels is the cache's."""
+        self.plan, self.window, self.device, self._runs_kernels = plan, sliding.window, device, runs_kernels
         shape = (num_slots, plan.num_kv_heads, sliding.room, plan.head_dim)
         self._rings = [tuple(torch.empty(shape, dtype=TORCH_DTYPES[plan.kv_dtype], device=device) for _ in range(2)) for _ in sliding.layers]
         self.compared = False  # whether chunks are kept until the step has been compared with the definition
@@ -61,11 +62,6 @@ class Windows:
     def tokens_read(self) -> int:
         """Return the tokens that the announced step's decode queries read in a layer."""
         return sum(min(row.seen, self.window) for row in self._step.rows if row.answers)
-
-    def copy(self, source: int, target: int) -> None:
-        """Let a slot's rings be a copy of another's."""
-        for one in self.buffers:
-            one[target] = one[source]
 
     def append(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
         """Rotate and store the step's new tokens; inputs and result as the node's."""
@@ -151,7 +147,7 @@ class Windows:
 
     def _by_kernels(self, config: OpConfig, dtype: torch.dtype) -> bool:
         """Whether the announced step runs as kernels: every sequence has one new token."""
-        return self._step.decoding and kernel_support.runs_kernels(self.plan, config, dtype, self.device)
+        return self._step.decoding and self._runs_kernels(config, dtype)
 
     def _dense_scratch(self, config: OpConfig, batch: int) -> tuple[Tensor, Tensor]:
         if batch not in self._scratch:
