@@ -248,7 +248,7 @@ def _fields(raw: dict[str, Any], where: str) -> dict[str, Any]:
         "activation": family.activation,
         "sandwich_norms": family.gemma,
         "norm_offset": float(family.gemma),
-        "embedding_scale": hidden**0.5 if family.gemma else 1.0,
+        "embedding_scale": float(hidden or 1) ** 0.5 if family.gemma else 1.0,
         "query_scalar": raw.get("query_pre_attn_scalar", 256) if family.gemma else None,
         "sliding": _sliding(raw, where),
         "dtype": raw.get("dtype") or raw.get("torch_dtype") or "float32",

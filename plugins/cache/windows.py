@@ -35,7 +35,8 @@ class Windows:
         """Allocate the rings of a plan's sliding layers; runs_kernels is the cache's."""
         self.plan, self.window, self.device, self._runs_kernels = plan, sliding.window, device, runs_kernels
         shape = (num_slots, plan.num_kv_heads, sliding.room, plan.head_dim)
-        self._rings = [tuple(torch.empty(shape, dtype=TORCH_DTYPES[plan.kv_dtype], device=device) for _ in range(2)) for _ in sliding.layers]
+        dtype = TORCH_DTYPES[plan.kv_dtype]
+        self._rings = [(torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)) for _ in sliding.layers]
         self.compared = False  # whether chunks are kept until the step has been compared with the definition
         self._chunks: dict[tuple[int, int], list[Tensor]] = {}
         self._scratch: dict[int, tuple[Tensor, Tensor]] = {}
@@ -113,14 +114,14 @@ class Windows:
         found = {place: (row.seen - place) % self.window for place in places if place <= min(row.seen, self.window)}
         return {place: (keys[:, token], values[:, token]) for place, token in found.items()}
 
-    def attended(self, layer: int, b: int, row: Row, newer: int, chosen: None = None) -> list[tuple[Tensor, Tensor]]:
-        """Return the keys and values [K, D] that each query head of a query with `newer` newer tokens attends to."""
+    def attended(self, layer: int, b: int, row: Row, newer: int, chosen: list[list[int]] | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Return the keys and values [K, D] that each query head of a query with `newer` newer tokens attends to; nothing is chosen."""
         keys, values = self._stored(layer, row) if row.new == 1 else self._chunks[layer, b]
         end = keys.shape[1] - newer
         seen, group = slice(max(0, end - self.window), end), self.plan.num_q_heads // self.plan.num_kv_heads
         return [(keys[head // group, seen], values[head // group, seen]) for head in range(self.plan.num_q_heads)]
 
-    def _ring(self, layer: int) -> tuple[Tensor, ...]:
+    def _ring(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._rings[layer - self.plan.num_layers]
 
     def _stored(self, layer: int, row: Row) -> tuple[Tensor, Tensor]:

@@ -19,14 +19,17 @@ from tests.runtime.test_executor import REORDERED, assert_as_good_as_transformer
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import TinyModel, make_rig, make_tiny
 from trtkv.api import build
+from trtkv.checkpoint.weights import Checkpoint
 from trtkv.config import ModelConfig
 from trtkv.diagnose.verify import Plan, verify
 from trtkv.engine.predict import predict
 from trtkv.errors import ConfigError
+from trtkv.graph.weights import weight_specs
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.loading import Options
 from trtkv.runtime.sampler import SamplingParams
+from trtkv.runtime.weights import map_weights, upload_weights
 
 WINDOW = 24
 # By what is told apart: two kinds of layers with two rotations, the last one sliding; all layers alike; layers by their kind with one rotation.
@@ -65,6 +68,15 @@ def test_the_window_is_read_as_transformers_reads_it(tiny_gemma: TinyModel) -> N
     assert (config.sliding.window, config.sliding.layers) == (WINDOW, (0, 1, 3, 4, 6))
     assert (config.rope.theta, config.rope.factor, config.sliding.rope.theta, config.sliding.rope.kind) == (1e6, 4.0, 1e4, "default")
     assert config.num_params == sum(one.numel() for one in tiny_gemma.model.parameters())
+
+
+def test_uploaded_weights_are_those_that_are_mapped(tiny_gemma: TinyModel) -> None:
+    checkpoint, specs = Checkpoint(tiny_gemma.path), weight_specs(tiny_gemma.config)
+    mapped, uploaded = (make(checkpoint, specs, torch.float32, torch.device("cpu"), lambda *_: None) for make in (map_weights, upload_weights))
+    for name, one in mapped.items():
+        assert torch.equal(torch.cat([part.view(-1) for part in one.parts]), uploaded[name].whole.view(-1)), name
+    norm = checkpoint.tensor("model.layers.0.self_attn.q_norm.weight")
+    assert torch.equal(mapped["layers.0.q_norm"].whole, (norm + 1) * (16 / 24) ** 0.5)
 
 
 @pytest.mark.parametrize(
@@ -175,12 +187,14 @@ def test_sliding_layers_take_the_window_and_no_page(tiny_gemma: TinyModel, tmp_p
         assert cache.bytes_of(0, seen) == token * (2 * seen + 5 * min(seen, WINDOW))
         assert predict(config, parse_policy("full"), seen, 1)["stored_bytes"] == cache.bytes_of(0, seen)
     used = []
-    for event in llm.stream([list(range(100))], SamplingParams(max_tokens=300, ignore_eos=True)):
+    stream = llm.stream([list(range(100))], SamplingParams(max_tokens=300, ignore_eos=True))
+    for _ in stream:
         used.append(llm.engine.pages.num_pages - llm.engine.pages.free)
         if len(used) == 200:
             break
-    del event
+    del stream
     assert max(used) <= cache.plan.pages(100 + 200 + 2) + 1
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=1))
     assert llm.engine.pages.free == llm.engine.pages.num_pages and not isinstance(cache.ledger, EvictingLedger)
-    assert llm.stats().prefix_hits == 0
+    llm.generate([list(range(100))], SamplingParams(max_tokens=1))
+    assert llm.stats.reused_tokens == 0

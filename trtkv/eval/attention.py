@@ -81,7 +81,7 @@ def policy_of(plan: CachePlan) -> Policy:
 
 
 def record(full: LLM, text: Given) -> Recorded:
-    """Run a text with the whole cache and take what the attention of every layer that a policy acts on sees; raises ConfigError without the torch executor."""
+    """Run a text with the whole cache and take what attention sees where policies act; raises ConfigError without the torch executor."""
     engine = full.engine
     executor, cache, shape = engine.stepper.executor, engine.cache, engine.manifest.model
     if not isinstance(executor, TorchExecutor) or cache.plan.roles:

@@ -77,8 +77,9 @@ def upload_weights(
     for one in uploads:
         one.finish()
     for spec in specs:
-        if spec.quantization is None and (shifted := _shifted(whole := weights[spec.name].parts[0], spec)) is not whole:
-            whole.copy_(shifted)
+        bound = weights[spec.name]
+        if isinstance(bound, Weight) and (shifted := _shifted(bound.whole, spec)) is not bound.whole:
+            bound.whole.copy_(shifted)
     return weights
 
 
