@@ -15,7 +15,7 @@ from plugins.cache.ledgers.evicting import EvictingLedger
 from tests.examples import examples
 from tests.plugins.launches_in_torch import Launches, force_kernels
 from tests.policies.cases import PRESETS, small
-from tests.runtime.test_executor import REORDERED, assert_as_good_as_transformers, worst
+from tests.runtime.test_executor import DEVICES, REORDERED, assert_as_good_as_transformers, worst
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import TinyModel, make_rig, make_tiny
 from trtkv.api import build
@@ -52,14 +52,15 @@ def tiny_gemma(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return make_tiny("gemma3_text", tmp_path_factory.mktemp("gemma"), **KINDS["gemma3_text"])
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_logits_equal_transformers(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_logits_equal_transformers(kind: str, dtype: torch.dtype, device: str, tmp_path: Path) -> None:
     tiny = make_tiny(kind, tmp_path / "model", dtype=dtype, **KINDS[kind])
-    rig = make_rig(tiny, "full", tmp_path)
+    rig = make_rig(tiny, "full", tmp_path, device=device)
     tokens = torch.randint(0, 256, (150,), generator=torch.Generator().manual_seed(1))
     for slot, chunks in enumerate(CHUNKS):
-        assert_as_good_as_transformers(rig.feed(tokens, slot, chunks=chunks), tiny, tokens, dtype)
+        assert_as_good_as_transformers(rig.feed(tokens, slot, chunks=chunks).cpu(), tiny, tokens, dtype)
 
 
 def test_the_window_is_read_as_transformers_reads_it(tiny_gemma: TinyModel) -> None:
