@@ -75,6 +75,8 @@ def build_engine(request: Request, progress: Progress = lambda stage, fraction: 
     Raises ConfigError, CheckpointError, BuildError or CapacityError; in every case, Ctrl-C included, nothing half-written remains.
     """
     limits = request.limits.check(request.model)
+    if request.model.dtype == "float16" and request.model.sandwich_norms:
+        raise BuildError(f"hidden states of {request.model.model_type} exceed what float16 holds", "Add --dtype bfloat16 or float32.")
     native_layers, plan = request.attention == "native", request.policy.plan(request.model)
     if native_layers:
         _check_native_layers(request)
