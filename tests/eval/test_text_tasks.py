@@ -37,21 +37,21 @@ def write_text(path: Path, seed: int) -> str:
 
 def test_windows_score_every_token_once(tiny_llm: Open, tmp_path: Path) -> None:
     text = write_text(tmp_path / "a.txt", 1)
-    found = windows(tiny_llm(), tmp_path / "a.txt", 96, 4, 0)
+    found = windows(tiny_llm(), TaskOptions(tmp_path / "a.txt"), 96, 4, 0)
     tokens = tiny_llm().encode(text)
     assert scored_tokens(96) == 24
     assert [one.prompt for one in found] == [72] * 4
     assert [token for one in found for token in one.tokens[one.prompt :]] == tokens[72 : 72 + 4 * 24]
     # A text that ends early gives fewer windows, one that is too short none.
-    assert len(windows(tiny_llm(), tmp_path / "a.txt", 96, 99, 0)) == (len(tokens) - 96) // 24 + 1
+    assert len(windows(tiny_llm(), TaskOptions(tmp_path / "a.txt"), 96, 99, 0)) == (len(tokens) - 96) // 24 + 1
     with pytest.raises(ConfigError, match=f"has {len(tokens)} tokens, a window takes 301"):
-        windows(tiny_llm(), tmp_path / "a.txt", 301, 1, 0)
+        windows(tiny_llm(), TaskOptions(tmp_path / "a.txt"), 301, 1, 0)
     with pytest.raises(ConfigError, match="predicts nothing"):
-        windows(tiny_llm(), tmp_path / "a.txt", 1, 1, 0)
+        windows(tiny_llm(), TaskOptions(tmp_path / "a.txt"), 1, 1, 0)
 
 
 def test_generated_text_depends_on_the_seed_alone(tiny_llm: Open) -> None:
-    first, again, other = (windows(tiny_llm(), None, 64, 2, seed) for seed in (3, 3, 4))
+    first, again, other = (windows(tiny_llm(), TaskOptions(), 64, 2, seed) for seed in (3, 3, 4))
     assert first == again != other
     assert all(len(one.tokens) == 64 for one in first)
 
@@ -60,7 +60,7 @@ def test_perplexity_is_the_models(tiny_llm: Open, tiny_llama: TinyModel, tmp_pat
     write_text(tmp_path / "a.txt", 2)
     found = Perplexity(TaskOptions(tmp_path / "a.txt")).measure(bench(tiny_llm(), tiny_llm(), samples=2))
     losses = []
-    for text in windows(tiny_llm(), tmp_path / "a.txt", 96, 2, 0):
+    for text in windows(tiny_llm(), TaskOptions(tmp_path / "a.txt"), 96, 2, 0):
         predicted = tiny_llama.logits(torch.tensor(text.tokens), torch.float64)[71:95].log_softmax(-1)
         losses.append(-predicted[range(24), text.tokens[72:]].mean())
     assert found["nll"] == pytest.approx(float(sum(losses)) / 2, rel=1e-4)
@@ -86,7 +86,7 @@ def test_agreement_and_kl_are_those_of_the_distributions(tiny_llm: Open) -> None
     llm, full = tiny_llm("snapkv", SNAPKV), tiny_llm()
     task = Agreement(TaskOptions(), name="agreement")
     found = task.measure(bench(llm, full))
-    texts = windows(llm, None, 96, 3, 0)
+    texts = windows(llm, TaskOptions(), 96, 3, 0)
     mine, wanted = (torch.cat(forced_logprobs(one, texts)[0]).double() for one in (llm, full))
     targets = torch.tensor([token for text in texts for token in text.tokens[text.prompt :]])[:, None]
     assert found["agreement"] == pytest.approx(float((mine.argmax(-1) == wanted.argmax(-1)).double().mean()))
@@ -106,7 +106,7 @@ def test_attention_of_full_has_no_error(tiny_llm: Open) -> None:
 
 def test_attention_error_and_recall_by_definition(tiny_llm: Open) -> None:
     full, policy = tiny_llm(), parse_policy("streaming", sets=STREAMING)
-    text = Given(windows(full, None, 96, 1, 0)[0].tokens, 96 - DECODED)
+    text = Given(windows(full, TaskOptions(), 96, 1, 0)[0].tokens, 96 - DECODED)
     seen = record(full, text)
     done = replay(policy, seen)
     layer, step = 1, 3
@@ -127,7 +127,7 @@ def test_attention_error_and_recall_by_definition(tiny_llm: Open) -> None:
 def test_recording_leaves_the_engine_as_it_was(tiny_llm: Open) -> None:
     full = tiny_llm()
     free, slots = full.engine.pages.free, sorted(full.engine.slots)
-    first, again = (record(full, Given(windows(full, None, 96, 1, 0)[0].tokens, 80)) for _ in range(2))
+    first, again = (record(full, Given(windows(full, TaskOptions(), 96, 1, 0)[0].tokens, 80)) for _ in range(2))
     assert (full.engine.pages.free, sorted(full.engine.slots)) == (free, slots)
     assert all(torch.equal(a, b) for one, other in zip(first.layers, again.layers, strict=True) for a, b in zip(one, other, strict=True))
     assert first.layers[0][0].shape == (96, 6, 16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import shutil
 import signal
@@ -136,6 +137,38 @@ def test_a_worker_that_is_drained_answers_what_it_has_and_one_that_joins_takes_l
     with load(whole) as sent:
         check(sent, expected)
     assert counted(leaving, "trtkv:generation_tokens_total") > 0
+
+
+class Context:
+    """A request that nobody stops."""
+
+    async def async_killed_or_stopped(self) -> bool:
+        return await asyncio.get_running_loop().create_future()
+
+
+def test_a_worker_that_ends_waits_for_a_slow_reader(engine: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    from trtkv.integrations.dynamo.apart import Meeting
+    from trtkv.integrations.dynamo.engine import Worker
+    from trtkv.integrations.dynamo.settings import Settings
+
+    settings = Settings(engine, "tiny", tmp_path, {"device": "cpu"}, Queue(), Meeting("agg", "127.0.0.1", 0, "tcp"))
+    asked = {"token_ids": PROMPTS[0], "sampling_options": {"temperature": 0.0}, "stop_conditions": {"max_tokens": 40, "ignore_eos": True}}
+
+    async def read() -> list[int]:
+        worker = Worker(settings, lambda: None, files=False)
+        await worker.start(1)
+        tokens: list[int] = []
+        ending = None
+        async for chunk in worker.generate({**asked, "output_options": {}}, Context()):
+            if ending is None:
+                ending = asyncio.create_task(worker.cleanup())
+                await asyncio.sleep(1)  # in which the engine's part is over
+            assert not ending.done()
+            tokens += chunk["token_ids"]
+        await asyncio.wait_for(ending, 10)
+        return tokens
+
+    assert asyncio.run(read()) == expected[0][:40]
 
 
 def test_a_frontend_that_is_killed_finds_the_workers_again(whole: Fleet, expected: list[list[int]]) -> None:

@@ -1,4 +1,4 @@
-"""The command line: `trtkv build|run|serve|export-triton|eval|bench|pull|quantize|inspect|verify|plan|policies|models|doctor`."""
+"""The command line: `trtkv build|run|serve|export-triton|eval|tune|bench|pull|quantize|inspect|verify|plan|policies|models|doctor`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import cyclopts
 from rich.console import Console
 
 import trtkv
-from trtkv.cli import bench, build, doctor, export_triton, inspect, lists, pull, quantize, run, serve, verify, worker
+from trtkv.cli import bench, build, doctor, export_triton, inspect, lists, pull, quantize, run, serve, tune, verify, worker
 from trtkv.cli import eval as evaluation
 from trtkv.errors import TrtkvError
 
@@ -29,7 +29,7 @@ app = cyclopts.App(
     help_epilogue=f"With {DEBUG} every command shows the traceback of an error.",
     default_parameter=cyclopts.Parameter(negative=()),
 )
-for module in (build, run, serve, export_triton, evaluation, bench, pull, quantize, inspect, verify, lists, doctor, worker):
+for module in (build, run, serve, export_triton, evaluation, tune, bench, pull, quantize, inspect, verify, lists, doctor, worker):
     module.register(app)
 
 

@@ -11,7 +11,7 @@ from cyclopts import App, Parameter
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from trtkv.cli.output import notes, print_json, print_table
-from trtkv.cli.values import Count, Seed, numbers_of
+from trtkv.cli.values import Count, Seed, listed, numbers_of
 from trtkv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -90,11 +90,11 @@ def evaluate(
     request = Request(
         engines=tuple(engines),
         model=model,
-        policies=_split(policy),
-        budgets=_split(budget),
+        policies=listed(policy),
+        budgets=listed(budget),
         sets=tuple(settings or ()),
-        tasks=_split(task) or ("passkey",),
-        lengths=tuple(number for word in _split(length) for number in numbers_of("length", word)) or (2048,),
+        tasks=listed(task) or ("passkey",),
+        lengths=tuple(number for word in listed(length) for number in numbers_of("length", word)) or (2048,),
         samples=samples,
         seed=seed,
         dtype=dtype,
@@ -177,7 +177,3 @@ def _print_records(records: Sequence[Mapping[str, Any]]) -> None:
 
 def _figure(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.3f}"
-
-
-def _split(items: list[str] | None) -> tuple[str, ...]:
-    return tuple(part.strip() for item in items or () for part in item.split(",") if part.strip())

@@ -45,6 +45,11 @@ Cosine = Annotated[float, Parameter(validator=Number(gte=-1, lte=1))]
 Temperature = Annotated[float, Parameter(validator=Number(gte=0, lte=100))]
 
 
+def listed(items: Sequence[str] | None) -> tuple[str, ...]:
+    """Split what an option was given, once or several times, at commas."""
+    return tuple(part.strip() for item in items or () for part in item.split(",") if part.strip())
+
+
 def words_of(name: str, text: str) -> list[str]:
     """Split words joined by commas, each once; raises ConfigError for an empty one."""
     words = [word.strip() for word in text.split(",")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -11,11 +12,12 @@ from torch import Tensor
 from trtkv.errors import ConfigError
 from trtkv.eval.decoding import Cost, Given, Report, silent
 from trtkv.eval.perplexity import Perplexity, standard_error, windows
-from trtkv.eval.task import Bench
+from trtkv.eval.task import Bench, TaskOptions
 from trtkv.eval.teacher_forcing import force, forced_logprobs
 from trtkv.runtime.llm import LLM
 
 FIGURES = ("agreement", "kl", "nll", "full_nll")
+KNOWN_BYTES = 2**29  # of full's predictions that stay for the next policy
 
 
 class Agreement(Perplexity):
@@ -27,24 +29,36 @@ class Agreement(Perplexity):
     main = "agreement"
     higher_is_better = True
 
+    def __init__(self, options: TaskOptions, name: str = "agreement") -> None:
+        super().__init__(options, name)
+        self._last: tuple[ReferenceType[LLM], Sequence[Given], dict[int, list[Tensor]]] | None = None
+
     def measure(self, bench: Bench) -> Mapping[str, float]:
-        """Run both over the ends of `samples` windows."""
-        return compare(bench.llm, bench.full(), windows(bench.llm, self._data, bench.length, bench.samples, bench.seed), bench.report)
+        """Run both over the ends of `samples` windows; full's predictions are those of the cell before where that had the same windows."""
+        full, texts = bench.full(), windows(bench.llm, self._options, bench.length, bench.samples, bench.seed)
+        if self._last is None or self._last[0]() is not full or self._last[1] != texts:
+            self._last = ref(full), texts, {}
+        return compare(bench.llm, full, texts, bench.report, self._last[2])
 
 
-def compare(llm: LLM, full: LLM, texts: Sequence[Given], report: Report = silent) -> dict[str, float]:
+def compare(llm: LLM, full: LLM, texts: Sequence[Given], report: Report = silent, known: dict[int, list[Tensor]] | None = None) -> dict[str, float]:
     """Compare two engines' predictions after the prompts of texts: agreement, kl, nll, full_nll, with standard errors over texts.
 
-    Texts are taken as many at a time as the engine takes sequences, so that only their predictions by full are in memory. Raises ConfigError when
-    the two engines do not share a vocabulary.
+    Texts are taken as many at a time as the engine takes sequences, so that only their predictions by full are in memory; some of them stay in known
+    (the first text of a part: full's log probabilities), which takes them from there, too. Raises ConfigError when the two engines do not share a
+    vocabulary.
     """
     sizes = [one.engine.manifest.model.vocab_size for one in (llm, full)]
     if sizes[0] != sizes[1]:
         raise ConfigError(f"vocabularies of {sizes[0]} and {sizes[1]} tokens cannot be compared", "Compare engines of one model.")
     rows, cost, batch = list[list[float]](), Cost(), llm.engine.manifest.limits.max_batch_size
+    known = {} if known is None else known
     for start in range(0, len(texts), batch):
         part = texts[start : start + batch]
-        found, one = _against(llm, part, forced_logprobs(full, part)[0])
+        wanted = known.get(start) or forced_logprobs(full, part)[0]
+        if start not in known and sum(one.nbytes for kept in (*known.values(), wanted) for one in kept) <= KNOWN_BYTES:
+            known[start] = wanted
+        found, one = _against(llm, part, wanted)
         rows += found
         cost.add(one)
         report((start + len(part)) / len(texts))

@@ -59,7 +59,7 @@ class AttentionError(Perplexity):
             raise ConfigError(f"the task '{self.name}' compares {DECODED} tokens after a prompt", f"Give at least --length {DECODED + 1}.")
         full, plan = bench.full(), bench.llm.engine.cache.plan
         policy = policy_of(plan)
-        texts = windows(bench.llm, self._data, bench.length, bench.samples, bench.seed)
+        texts = windows(bench.llm, self._options, bench.length, bench.samples, bench.seed)
         errors, recalls, covered = (torch.zeros(len(texts), plan.num_layers, dtype=torch.float64) for _ in range(3))
         stored = read = 0.0
         for index, text in enumerate(texts):

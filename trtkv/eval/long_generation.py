@@ -46,7 +46,7 @@ class LongGeneration(Perplexity):
         if prompt < LEAST_PROMPT:
             least = self._generated + LEAST_PROMPT
             raise ConfigError(f"the task '{self.name}' generates {self._generated} tokens after a prompt", f"Give at least --length {least}.")
-        prompts = [list(text.tokens) for text in windows(bench.llm, self._data, prompt, bench.samples, bench.seed)]
+        prompts = [list(text.tokens) for text in windows(bench.llm, self._options, prompt, bench.samples, bench.seed)]
         of_full, full_nll = self._of_full(bench, prompts)
         written = self._generate(bench.llm, prompts, bench, (1 / 2, 3 / 4))
         found = follow(bench.llm, _given(prompts, of_full), lambda part: bench.report(3 / 4 + part / 4))

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import fmean, stdev
 
 from trtkv.errors import ConfigError
@@ -27,13 +26,15 @@ def scored_tokens(length: int) -> int:
     return max(1, min(SCORED, length // 4))
 
 
-def windows(llm: LLM, data: Path | None, length: int, samples: int, seed: int) -> list[Given]:
+def windows(llm: LLM, options: TaskOptions, length: int, samples: int, seed: int) -> list[Given]:
     """Cut consecutive windows of `length` tokens from a text, or from Python's documentation at a place that the seed chooses.
 
     Raises ConfigError for a text that is shorter than one window; fewer windows than samples come of one that ends early.
     """
-    wanted = length + (samples - 1) * scored_tokens(length)
-    return cut(_own_text(llm, wanted, seed) if data is None else llm.encode(read_text(data)), length, samples, str(data))
+    step, data = scored_tokens(length), options.data
+    if data is None:
+        return cut(_own_text(llm, length + (samples - 1) * step, seed), length, samples, "Python's documentation")
+    return cut(llm.encode(read_text(data))[options.skip * step :], length, samples, str(data))
 
 
 def cut(tokens: Sequence[int], length: int, samples: int, name: str) -> list[Given]:
@@ -66,18 +67,19 @@ class Perplexity(TextTask):
 
     def __init__(self, options: TaskOptions, name: str = "perplexity") -> None:
         """Take the text's file, or None; raises ConfigError when it does not exist."""
-        self.name, self._data = name, options.data
-        if self._data is not None and not self._data.is_file():
-            raise ConfigError(f"the file '{self._data}' of task '{name}' does not exist", "Check its name.")
+        self.name, self._options = name, options
+        if options.data is not None and not options.data.is_file():
+            raise ConfigError(f"the file '{options.data}' of task '{name}' does not exist", "Check its name.")
 
     @property
     def identity(self) -> str:
         """The text's checksum and how much of a window is scored."""
-        return f"scored {SCORED} {checksum(self._data) if self._data else super().identity}"
+        data = self._options.data
+        return f"scored {SCORED} {checksum(data) if data else super().identity}"
 
     def measure(self, bench: Bench) -> Mapping[str, float]:
         """Score the ends of `samples` windows."""
-        texts = windows(bench.llm, self._data, bench.length, bench.samples, bench.seed)
+        texts = windows(bench.llm, self._options, bench.length, bench.samples, bench.seed)
         found = follow(bench.llm, texts, bench.report)
         return {**loss_figures(found.losses), **found.cost.figures()}
 

@@ -33,7 +33,7 @@ def full_of(one: Record, records: Sequence[Record]) -> Record | None:
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
-    """Draw one row of panels for every task and length, and write the file whole or not at all; the format is the suffix's."""
+    """Draw one row of panels for every task and length; the format is the suffix's."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -50,6 +50,11 @@ def draw(records: Sequence[Record], path: Path) -> None:
         left.set_ylabel(own[0]["main"])
     handles = {text: handle for row in panels for panel in row for handle, text in zip(*panel.get_legend_handles_labels(), strict=True)}
     figure.legend(handles.values(), handles.keys(), loc="outside right upper", fontsize=8)
+    save(figure, path)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure whole or not at all; raises ConfigError where it cannot be written."""
     part = path.with_name(f".{path.stem}.{os.getpid()}.partial{path.suffix}")
     try:
         figure.savefig(part, dpi=120)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from trtkv.errors import ConfigError, TrtkvError
 from trtkv.eval.grid import Cell, Grid, TaskSpec
+from trtkv.eval.subjects import Subject
 from trtkv.eval.task import AnswerTask, Sample, Task
 from trtkv.eval.tasks import make_task
 from trtkv.runtime.tokenizer import Tokenizer
@@ -37,6 +38,11 @@ class SampleMaker:
         if key not in self._samples:
             self._samples[key] = self._build(cell, self._tokenizer(path))
         return self._samples[key]
+
+    def count(self, subject: Subject, text: str) -> int:
+        """Return a text's tokens."""
+        assert subject.source.path is not None, "subjects have weights"
+        return len(self._tokenizer(subject.source.path).encode(text))
 
     def _tokenizer(self, path: Path) -> Tokenizer:
         if path not in self._tokenizers:

@@ -47,9 +47,13 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class TaskOptions:
-    """What a user may say about tasks: data is the file that a task reads, None where it needs none or has its own default."""
+    """What a user may say about tasks: data is the file that a task reads, None where it needs none or has its own default.
+
+    skip: windows of that file that are left out before those of a text task, which others measure.
+    """
 
     data: Path | None = None
+    skip: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,11 @@
-"""From what a user types to a policy: presets, `a+b`, `module:Class`, `role.field=value`."""
+"""From what a user types to a policy: presets, `a+b`, `module:Class`, `file.toml`, `role.field=value`."""
 
 from __future__ import annotations
 
 import importlib
 import pkgutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +14,7 @@ from trtkv.errors import ConfigError, UnknownName
 from trtkv.policies.base import KINDS, Kind, Role
 from trtkv.policies.fields import field_table, summary
 from trtkv.policies.policy import Policy, make_role, suggestions
+from trtkv.policies.written import SUFFIX, read_tables
 from trtkv.presets import policy_presets
 
 
@@ -31,7 +32,7 @@ def role_class(kind: Kind, name: str) -> type[Role]:
 
 
 def parse_policy(text: str, *, budget: int | None = None, sets: Iterable[str] = ()) -> Policy:
-    """Read a policy as typed: preset names or `module:Class` joined by `+`, a budget, and `role.field=value` settings.
+    """Read a policy as typed: preset names, `module:Class` or files joined by `+`, a budget, and `role.field=value` settings.
 
     Raises UnknownName, ConfigError or PolicyConflict.
     """
@@ -54,33 +55,62 @@ def preset(name: str) -> Policy:
     table = policy_presets()
     if name not in table:
         raise UnknownName("policy", name, table, more="Your class is named module:Class.")
-    roles = {}
+    return _made(name, {kind: fields for kind, fields in table[name].items() if kind in KINDS})
+
+
+def _made(name: str, tables: Mapping[str, Mapping[str, Any]]) -> Policy:
+    """Make a policy from a table of fields for each kind of role; `role` among them names it."""
+    roles: dict[str, Role] = {}
     for kind in KINDS:
-        if kind in table[name]:
-            fields = dict(table[name][kind])
-            roles[kind] = make_role(role_class(kind, fields.pop("role")), fields, name)
+        if kind in tables:
+            fields = dict(tables[kind])
+            text = fields.pop("role")
+            roles[kind] = make_role(_imported(text, kind) if ":" in text else role_class(kind, text), fields, name)
     return Policy(name=name, **roles)
 
 
+def check_file_name(path: Path) -> Path:
+    """Return the path of a policy's file; raises ConfigError unless it can be told from everything else that names a policy."""
+    if path.suffix != SUFFIX or any(sign in str(path) for sign in "+,:"):
+        raise ConfigError(f"the policy's file '{path}' does not end with {SUFFIX}, or has one of + , : in its name", "Choose another name.")
+    if path.stem in policy_presets():
+        raise ConfigError(f"the policy's file '{path}' has the name of a preset", "Choose another name.")
+    return path
+
+
 def _named(text: str) -> Policy:
+    if text.endswith(SUFFIX):
+        path = check_file_name(Path(text))
+        return _made(path.stem, read_tables(path))
     return _from_module(text) if ":" in text else preset(text)
 
 
+def _imported(text: str, kind: Kind) -> type[Role]:
+    found = _attribute(text)
+    if not (isinstance(found, type) and issubclass(found, Role) and found.kind == kind):
+        raise ConfigError(f"'{text}' is no {kind} role", "Name a subclass of trtkv.policies.base.")
+    return found
+
+
 def _from_module(text: str) -> Policy:
-    module_name, _, attribute = text.partition(":")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        found = getattr(importlib.import_module(module_name), attribute)
-    except ModuleNotFoundError as error:
-        raise UnknownName("policy module", error.name or module_name, policy_presets(), more="The module must be importable from here.") from None
-    except AttributeError:
-        raise ConfigError(f"module '{module_name}' has no '{attribute}'", "Name a Role or Policy that it defines.") from None
+    found = _attribute(text)
     if isinstance(found, Policy):
         return found
     if isinstance(found, type) and issubclass(found, Role):
         return Policy(name=text, **{found.kind: make_role(found, {}, text)})
     raise ConfigError(f"'{text}' is neither a Role nor a Policy", "Subclass one of trtkv.policies.base, such as Retrieve.")
+
+
+def _attribute(text: str) -> Any:
+    module_name, _, attribute = text.partition(":")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except ModuleNotFoundError as error:
+        raise UnknownName("policy module", error.name or module_name, policy_presets(), more="The module must be importable from here.") from None
+    except AttributeError:
+        raise ConfigError(f"module '{module_name}' has no '{attribute}'", "Name a Role or Policy that it defines.") from None
 
 
 def _one_role(module: ModuleType, where: str) -> type[Role]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
 
 from dynamo.common.backend.engine import EngineConfig, LLMEngine, LlmRegistration
@@ -31,6 +32,7 @@ from trtkv.serve.metrics import Prometheus
 LOAD_S = 0.1  # between two reports of the load
 LIMIT, LIMIT_S = "DYN_WORKER_GRACEFUL_SHUTDOWN_TIMEOUT", 30.0  # from SIGTERM's grace period on: then Dynamo ends the process
 MARGIN_S = 5.0  # of it, to refuse what is left, which the frontend may send elsewhere, and to close
+EXIT_S = 0.5  # of the margin, for the process to end
 KNOWN_S = 1.0  # between two looks whether the worker is known
 
 
@@ -53,6 +55,8 @@ class Worker(LLMEngine):
         self._watch: asyncio.Task[None] | None = None
         self._loads: Any = None
         self._metrics = Prometheus()
+        self._streams = 0
+        self._idle = asyncio.Event()  # set while no request is being answered
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple[Worker, Any]:
@@ -88,6 +92,18 @@ class Worker(LLMEngine):
 
     async def generate(self, request: Mapping[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
         """Yield the chunks of a request's answers as they come, until it is stopped."""
+        self._streams += 1
+        self._idle.clear()
+        try:
+            async with contextlib.aclosing(self._answer(request, context)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        finally:
+            self._streams -= 1
+            if not self._streams:
+                self._idle.set()
+
+    async def _answer(self, request: Mapping[str, Any], context: Any) -> AsyncGenerator[dict[str, Any]]:
         assert self._backend is not None and self._apart is not None, "no request comes before start"
         with refusals():
             tokens = requests.one_prompt(request)
@@ -126,14 +142,18 @@ class Worker(LLMEngine):
         return self._apart is None or self._apart.quiescent
 
     async def cleanup(self) -> None:
-        """End what is left and close the engine."""
+        """End what is left, close the engine, and wait until the frontend has taken the answers: the event loop ends with this."""
+        end = time.monotonic() + _limit_s() - EXIT_S
         if self._events is not None:
             self._events.close()
         for task in (self._load, self._watch):
             if task is not None:
                 task.cancel()
         if self._backend is not None:  # which tells what still comes to go elsewhere
-            await self._backend.close(_drain_s())
+            await self._backend.close(max(0.0, _limit_s() - MARGIN_S))
+        if self._streams:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), max(0.0, end - time.monotonic()))
         if self._apart is not None:  # until here others fetch what was read for them
             self._apart.close()
 
@@ -203,13 +223,12 @@ class Worker(LLMEngine):
             self._loads.publish(0, ComponentSnapshot(used, total, used / total, 0, hits))
 
 
-def _drain_s() -> float:
-    """Return how long requests in flight may go on once the worker is told to end."""
+def _limit_s() -> float:
+    """Return how long a worker that is told to end may take."""
     try:
-        limit = float(os.environ.get(LIMIT, LIMIT_S))
+        return float(os.environ.get(LIMIT, LIMIT_S))
     except ValueError:
-        limit = LIMIT_S  # as Dynamo reads it
-    return max(0.0, limit - MARGIN_S)
+        return LIMIT_S  # as Dynamo reads it
 
 
 async def _next(answer: LocalAnswer, stopped: asyncio.Future[Any]) -> list[Event]:

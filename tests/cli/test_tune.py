@@ -1,0 +1,96 @@
+"""`trtkv tune` as a user types it: what it chooses, that it goes on where it stopped, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.console import Capture, call, complaint, output, printed
+from tests.tiny import TinyModel
+from trtkv.engine.manifest import read_manifest
+from trtkv.eval.results import Results
+
+SMALL = ("--context", 192, "--samples", 2, "--policy", "fp8,keydiff,streaming", "--budget", "48,96")
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_choice_builds_and_a_second_search_measures_nothing(tiny_llama: TinyModel, here: Path, capsys: Capture) -> None:
+    words = ["tune", "--model", tiny_llama.path, *SMALL, "--min-quality", 0.5, "--plot", "plot.png"]
+    told = output(capsys, *words)
+    chosen = next(one for one in told["candidates"] if one["chosen"])
+    assert chosen["quality"] >= 0.5 and chosen["policy"] == "fp8", "a random model answers otherwise as soon as it forgets"
+    assert [one["of_full"] for one in told["candidates"]] == sorted(one["of_full"] for one in told["candidates"])
+    assert told["candidates"][-1]["policy"] == "full" and told["candidates"][-1]["quality"] == 1
+    assert (here / "plot.png").stat().st_size > 5000
+    measured = len(Results(here / "tune-results").finished())
+    assert measured == told["cells"] == 5 + 3
+    assert output(capsys, *words) == told and len(Results(here / "tune-results").finished()) == measured
+    assert call(*told["command"].split()[1:], "--backend", "none", "--out", "engine") == 0
+    manifest = read_manifest(here / "engine")
+    assert manifest.cache.policy == "tuned" and set(manifest.cache.roles) == {"quantize"}
+    assert "# fp8: chosen by trtkv tune" in (here / "tuned.toml").read_text()
+
+
+def test_ones_own_text_is_measured_at_several_places(tiny_llama: TinyModel, here: Path, capsys: Capture) -> None:
+    (here / "own.txt").write_text(" ".join(f"line {index} says {index * index % 97}." for index in range(60)))
+    told = output(capsys, "tune", "--model", tiny_llama.path, "--context", 192, "--samples", 4, "--policy", "fp8", "--text", "own.txt")
+    assert next(one for one in told["candidates"] if one["policy"] == "fp8")["samples"] == 4
+    tasks = {one["task_identity"].rpartition(" after ")[2] for one in Results(here / "tune-results").finished().values()}
+    assert len(tasks) == 3 and "0" in tasks, "windows of three rounds"
+
+
+def test_a_task_is_compared_answer_by_answer(tiny_llama: TinyModel, capsys: Capture) -> None:
+    words = ("tune", "--model", tiny_llama.path, "--context", 320, "--samples", 2, "--policy", "fp8", "--task", "passkey", "--scoring", "forced")
+    told = output(capsys, *words)
+    assert told["full"] == {"passkey": 0.0} and told["candidates"][0]["quality"] == 1, "what full gets wrong cannot be lost"
+
+
+def test_the_table_fits_a_terminal(tiny_llama: TinyModel, capsys: Capture) -> None:
+    out = printed(capsys, "tune", "--model", tiny_llama.path, *SMALL, "--min-quality", 0.5)
+    assert max(map(len, out.splitlines()[:-1])) <= 80 and out.splitlines()[-1].startswith("trtkv build --model")
+
+
+def test_with_memory_enough_nothing_is_measured(tiny_llama: TinyModel, here: Path, capsys: Capture) -> None:
+    told = output(capsys, "tune", "--model", tiny_llama.path, *SMALL, "--memory", "1GiB")
+    assert told["cells"] == 0 and "--policy full" in told["command"] and not (here / "tuned.toml").exists()
+
+
+def test_a_floor_that_nothing_reaches_names_what_comes_nearest(tiny_llama: TinyModel, here: Path, capsys: Capture) -> None:
+    words = ["tune", "--model", tiny_llama.path, *SMALL, "--batch", 64, "--json"]
+    every = json.loads(printed(capsys, *words, "--min-quality", 0.99).splitlines()[-1])["candidates"]
+    full = next(one for one in every if one["policy"] == "full")["memory_bytes"]
+    assert call(*words, "--memory", full - 1, "--min-quality", 0.999) == 1
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "nothing within the limits reaches a quality of 0.999; '" in line and "comes nearest with 0." in line
+    assert "takes" in complaint(capsys, *words, "--memory", "10KiB")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--latency", 3), "need each other"),
+        (("--out", "fier.toml"), "name of a preset"),
+        (("--out", "x.json"), "does not end with .toml"),
+        (("--task", "perplexity"), "how much a policy loses against full"),
+        (("--text", "missing.txt"), "does not exist"),
+        (("--min-quality", 1.5), "out of range"),
+        (("--policy", "nothing"), "unknown policy 'nothing'"),
+        (("--plot", "x.txt"), "ends with none of"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(words: tuple[object, ...], said: str, tiny_llama: TinyModel, here: Path, capsys: Capture) -> None:
+    assert said in complaint(capsys, "tune", "--model", tiny_llama.path, "--context", 192, "--policy", "fp8", *words)
+    assert not list(here.glob("*.toml"))
+
+
+def test_a_text_shorter_than_the_context(tiny_llama: TinyModel, here: Path, capsys: Capture) -> None:
+    (here / "own.txt").write_text("short")
+    line = complaint(capsys, "tune", "--model", tiny_llama.path, "--context", 192, "--policy", "fp8", "--text", "own.txt")
+    assert "fewer than the context of 192" in line

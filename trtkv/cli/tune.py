@@ -1,0 +1,218 @@
+"""`trtkv tune`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import App, Parameter
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from trtkv.cli.output import notes, print_json, print_table
+from trtkv.cli.values import Count, Milliseconds, Part, Rate, Seed, listed
+from trtkv.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trtkv.tune.candidates import Candidate
+    from trtkv.tune.measure import Bar, Search
+    from trtkv.tune.race import Goal
+
+FLOOR = 0.99
+BATCH = 4  # sequences that are measured at once
+
+
+def register(app: App) -> None:
+    """Add the command."""
+    app.command(tune)
+
+
+def tune(
+    *,
+    model: str,
+    context: Count,
+    batch: Count = 1,
+    text: Path | None = None,
+    task: list[str] | None = None,
+    data: list[str] | None = None,
+    scoring: Literal["generate", "forced", "blind"] = "generate",
+    min_quality: Part | None = None,
+    memory: str | None = None,
+    latency: Milliseconds | None = None,
+    bandwidth: Rate | None = None,
+    least: Literal["cache", "reads"] = "cache",
+    policy: list[str] | None = None,
+    budget: list[str] | None = None,
+    settings: Annotated[list[str] | None, Parameter(name="--set")] = None,
+    samples: Count = 32,
+    seed: Seed = 0,
+    weights: str | None = None,
+    dtype: str | None = None,
+    device: str = "auto",
+    jobs: Count = 1,
+    output: Path = Path("tune-results"),
+    out: Path = Path("tuned.toml"),
+    plot: Path | None = None,
+    json: bool = False,
+) -> None:
+    """Find the policy and budget that suit a model, a text and a GPU, and write them as a policy that trtkv build takes.
+
+    Quality is measured against full: the share of its next tokens that a policy chooses on your text, or how many of its right answers stay right,
+    in the worst task. All candidates get a sample, the better half two, and so on. What is finished stays in the output directory: the same command
+    goes on where it was interrupted.
+
+    Args:
+        model: Preset name, Hugging Face directory or pulled hub id.
+        context: Tokens of a sequence, prompt and answer together.
+        batch: Sequences that are served at once: for the bytes.
+        text: Text like those that will be read; Python's documentation by default.
+        task: Tasks of trtkv eval with answers, instead of a text or, with --text, beside it; lists are separated by commas.
+        data: File that a task reads: FILE, or TASK=FILE; may be repeated.
+        scoring: How tasks' answers are found, as for trtkv eval.
+        min_quality: Take the least that is at least so good; 0.99 where neither --memory nor --latency is given.
+        memory: Memory of the GPU, such as 24GiB, for weights, cache and reading a prompt: take the best that fits.
+        latency: Longest decode step in milliseconds, by the bytes that it reads at least; needs --bandwidth.
+        bandwidth: Bytes that the GPU's memory reads in a second, in GB.
+        least: What --min-quality takes the least of: bytes of the cache, or those that a step reads.
+        policy: Policies to try, as for trtkv build; a selection by default.
+        budget: Budgets to try, such as 256 or 11%; an eighth, a quarter and a half of the context by default.
+        settings: Change one field of a role, as for trtkv eval.
+        samples: Windows of the text, or samples of each task, that the last candidates get.
+        seed: Chooses the samples.
+        weights: Checkpoint directory; the model's by default.
+        dtype: float32, float16 or bfloat16; the checkpoint's by default.
+        device: auto, cpu, cuda or cuda:N.
+        jobs: Processes that share the work.
+        output: Directory of what was measured.
+        out: File of the policy.
+        plot: Draw quality against the cache and what a step reads into this file (png, svg or pdf).
+        json: Print one JSON object.
+    """
+    from trtkv.eval.grid import task_specs
+    from trtkv.eval.opened import Setup
+    from trtkv.eval.plot import check_plot
+    from trtkv.eval.tasks import task_names
+    from trtkv.policies.registry import check_file_name
+    from trtkv.tune.candidates import candidates
+    from trtkv.tune.measure import TEXT, Question, Search
+    from trtkv.tune.race import choose
+    from trtkv.tune.report import command, draw, rows, write
+
+    if plot is not None:
+        check_plot(plot)
+    check_file_name(out)
+    goal = _goal(min_quality, memory, latency, bandwidth, least)
+    tasks = task_specs(task_names(([TEXT] if text or not task else []) + list(listed(task))), [*(data or ()), *([f"{TEXT}={text}"] if text else [])])
+    (full, *field), misfits = candidates(model, context, batch, listed(policy), listed(budget), tuple(settings or ()), dtype, weights)
+    if misfits:
+        notes.print(f"{len(misfits)} of the usual candidates do not fit {context} tokens, such as: {misfits[0].problem}.", markup=False)
+    within = goal.worth(full, field)
+    if not within and not goal.admits(full):
+        raise _nothing_fits(goal, field or [full])
+    search = Search(Question(tuple(tasks), context, samples, seed, scoring), goal, Setup(device, "auto", min(samples, BATCH), context), output, jobs)
+    with _bar() as bar:
+        finalists = search.run(full, within, bar)
+    chosen = choose(goal, finalists, search.found) or (full if goal.admits(full) else None)
+    told = rows(goal, [full, *within], search.found, full, chosen)
+    if plot is not None:
+        draw(plot, told, goal.floor)
+    if chosen is not None and chosen is not full:
+        write(out, chosen, _comment(search, chosen, model))
+    build = None if chosen is None else command(model, "full" if chosen is full else str(out), context, batch)
+    if json:
+        print_json({"command": build, "floor": goal.floor, "full": search.full, "cells": search.cells, "candidates": told})
+    else:
+        _print(search, told, full)
+    if chosen is None:
+        best = max(finalists, key=lambda one: search.found[one.subject.key].value)
+        value = search.found[best.subject.key].value
+        raise ConfigError(
+            f"nothing within the limits reaches a quality of {goal.floor}; '{best.name}' comes nearest with {value:.3f}",
+            "Allow more memory or a longer step, or a lower --min-quality.",
+        )
+    if not json:
+        _say(search, chosen, full, finalists, build, plot)
+
+
+def _goal(floor: float | None, memory: str | None, latency: float | None, bandwidth: float | None, least: Literal["cache", "reads"]) -> Goal:
+    from trtkv.sizes import parse_bytes
+    from trtkv.tune.race import Goal
+
+    if (latency is None) != (bandwidth is None):
+        raise ConfigError(
+            "--latency and --bandwidth need each other", "Say how many GB the GPU's memory reads in a second, such as --bandwidth 3350."
+        )
+    if floor is None and memory is None and latency is None:
+        floor = FLOOR
+    return Goal(floor, least, None if memory is None else parse_bytes(memory), latency, None if bandwidth is None else bandwidth * 1e9)
+
+
+def _nothing_fits(goal: Goal, field: Sequence[Candidate]) -> ConfigError:
+    from trtkv.sizes import readable
+
+    nearest = min(field, key=lambda one: one.cost.memory_bytes if goal.bytes_per_s is None else one.cost.read_bytes)
+    takes = f"takes {readable(nearest.cost.memory_bytes)}"
+    if goal.bytes_per_s is not None:
+        takes += f" and reads for {nearest.cost.milliseconds(goal.bytes_per_s):.2f} ms a step"
+    return ConfigError(f"no candidate is within the limits; '{nearest.name}' comes nearest and {takes}", "Lower --context or --batch, or allow more.")
+
+
+@contextmanager
+def _bar() -> Iterator[Bar]:
+    """Show the round that runs on standard error; yields bar(what, done, of)."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn())
+    with Progress(*columns, console=notes, transient=True) as shown:
+        task = shown.add_task("tune", total=1)
+        yield lambda what, done, of: shown.update(task, description=f"tune: {what}", completed=done, total=max(1, of))
+
+
+def _print(search: Search, told: Sequence[Mapping[str, Any]], full: Candidate) -> None:
+    from trtkv.sizes import readable
+
+    columns = ["policy", "budget", "cache", "reads", "quality", "90% interval", "samples", ""]
+    cells = [
+        [
+            " ".join([one["policy"], *(text.partition(".")[2] for text in one["set"])]),
+            "" if one["budget"] is None else str(one["budget"]),
+            f"{one['of_full']:.0%}",
+            f"{one['reads_of_full']:.0%}",
+            f"{one['quality']:.3f}",
+            f"{one['low']:.2f}-{one['high']:.2f}" if one["samples"] else "",
+            str(one["samples"] or ""),
+            "take" if one["chosen"] else "*" if one["frontier"] else "",
+        ]
+        for one in told
+    ]
+    print_table(columns, cells)
+    notes.print(
+        f"Of full's {readable(full.cost.cache_bytes)} of cache and {readable(full.cost.read_bytes)} that a step reads, weights included. "
+        "*: nothing is better in cache, reads or quality without being worse in another.",
+        markup=False,
+    )
+    if search.full:
+        notes.print("full itself: " + ", ".join(f"{name} {score:.2f}" for name, score in search.full.items()) + ".", markup=False)
+
+
+def _say(search: Search, chosen: Candidate, full: Candidate, finalists: Sequence[Candidate], build: str | None, plot: Path | None) -> None:
+    floor, of = search.goal.floor, search.found[chosen.subject.key]
+    if chosen is full and not finalists:
+        notes.print("full is within the limits, and nothing answers better.", markup=False)
+    elif chosen is full:
+        best = max(finalists, key=lambda one: search.found[one.subject.key].value)
+        notes.print(f"Nothing tried is good enough; '{best.name}' comes nearest with {search.found[best.subject.key].value:.3f}.", markup=False)
+    elif floor is not None and of.low < floor:
+        notes.print(f"{of.samples} samples leave open whether it reaches {floor}: --samples {4 * of.samples} says more.", markup=False)
+    if plot is not None:
+        notes.print(f"Plot: {plot}", markup=False)
+    print(build)
+
+
+def _comment(search: Search, one: Candidate, model: str) -> str:
+    """Say at the head of a policy's file what was measured."""
+    of, question = search.found[one.subject.key], search.question
+    names = ", ".join(spec.name for spec in question.tasks)
+    return (
+        f"{one.name}: chosen by trtkv tune for {model} at {question.length} tokens.\n"
+        f"Quality {of.value:.3f} (90% interval {of.low:.3f} to {min(1.0, of.high):.3f}) in {names}, {of.samples} samples."
+    )

@@ -1,0 +1,125 @@
+"""What is tried: policies and budgets that fit a model, with what each costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trtkv.config import DTYPE_BYTES, ModelConfig
+from trtkv.engine.footprint import Footprint
+from trtkv.engine.predict import predict
+from trtkv.errors import ConfigError, TrtkvError
+from trtkv.eval.budgets import apply_budget, budget_tokens, has_budget
+from trtkv.eval.subjects import Subject, make_subject, model_subjects
+from trtkv.policies.policy import Policy
+from trtkv.policies.registry import parse_policy
+
+SHARES = ("12.5%", "25%", "50%")
+# Presets and settings that are tried where the user names none: those that store or read less than `full` and have kernels.
+USUAL: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("fp8", ()),
+    ("kivi", ("quantize.bits=4",)),
+    ("kivi", ()),
+    ("fier", ("retrieve.sink=4",)),
+    ("quest", ()),
+    ("freekv", ()),
+    ("fier+fp8", ("retrieve.sink=4",)),
+    ("fier+kivi", ("retrieve.sink=4", "quantize.bits=4")),
+    ("quest+fp8", ()),
+    ("snapkv", ()),
+    ("snapkv+fp8", ()),
+    ("keydiff", ()),
+    ("lagkv", ()),
+    ("lagkv+fp8", ()),
+    ("streaming", ()),
+    ("minikv", ()),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a policy takes of a GPU: cache_bytes of all sequences, memory_bytes with the weights and a prompt that is read, read_bytes of a step.
+
+    The last are those of the weights and of what every sequence's queries read: divided by the memory's bandwidth, the least time of a step.
+    """
+
+    cache_bytes: int
+    memory_bytes: int
+    read_bytes: int
+    tokens_read: float
+
+    def milliseconds(self, bytes_per_s: float) -> float:
+        """Return the least time of a decode step."""
+        return 1e3 * self.read_bytes / bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One policy at one budget, and its cost at the context and batch that are tuned for."""
+
+    subject: Subject
+    cost: Cost
+
+    @property
+    def name(self) -> str:
+        """The policy, its budget and settings, as they are typed."""
+        one = self.subject
+        budget = [] if one.budget is None else [f"--budget {one.budget}"]
+        return " ".join([one.policy.name, *budget, *(f"--set {text}" for text in one.sets)])
+
+
+def cost_of(model: ModelConfig, policy: Policy, context: int, batch: int) -> Cost:
+    """Predict what a policy costs at so many sequences of so many tokens each; raises ConfigError or PolicyConflict where it cannot work."""
+    found, one = predict(model, policy, context, batch), Footprint(model, policy)
+    weights, stored = int(found["weight_bytes"]), one.stored_bytes(context)
+    read, tokens = stored, float(found["tokens_read_per_step"])
+    if policy.retrieve is not None:
+        plan = one.plan
+        sparse = tuple(layer for layer in range(model.num_layers) if plan.select[layer] is not None)
+        specs = policy.retrieve.buffers(model, plan.page_size, sparse)
+        summaries = min(stored, sum(spec.row_bytes * len(spec.layers) * context // plan.page_size for spec in specs if spec.paged))
+        held = sum(sum(layer.lengths) / len(layer.lengths) for layer in one.layers(context)) / model.num_layers
+        read = summaries + round((stored - summaries) * min(1.0, tokens / held))
+    # A step reads the embedding's rows of its own tokens alone, unless the head is made of the same table.
+    embedding = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size * DTYPE_BYTES[model.dtype]
+    return Cost(int(found["reserved_bytes"]), weights + int(found["peak_bytes"]), weights - embedding + batch * read, tokens)
+
+
+def candidates(
+    model: str, context: int, batch: int, policies: Sequence[str] = (), budgets: Sequence[str] = (), sets: Sequence[str] = (),
+    dtype: str | None = None, weights: str | None = None,
+) -> tuple[list[Candidate], list[TrtkvError]]:  # fmt: skip
+    """List `full` and what is tried beside it, and why some policies were left out; budgets are tokens or shares of the context.
+
+    Raises what `model_subjects` raises; policies that the user names must work, of the usual ones those that do are taken.
+    """
+    if sets and not policies:
+        raise ConfigError(f"--set '{sets[0]}' changes no policy that was named", "Name policies with --policy.")
+    asked = budgets or (SHARES if any(has_budget(parse_policy(name)) for name in policies) else ())
+    found = model_subjects(
+        model, dtype=dtype, weights=weights, policies=policies, budgets=asked if policies else (), sets=sets, reference=True
+    )  # fmt: skip
+    subjects, misfits = list(found(context)), list[TrtkvError]()
+    if not policies:
+        subjects += _usual(subjects[0], budgets or SHARES, context, misfits)
+    return [Candidate(one, cost_of(one.source.config, one.policy, context, batch)) for one in _different(subjects)], misfits
+
+
+def _usual(full: Subject, budgets: Sequence[str], context: int, misfits: list[TrtkvError]) -> list[Subject]:
+    """Return the usual policies at every budget; what does not fit the model or the context joins the misfits."""
+    found = []
+    for name, settings in USUAL:
+        policy = parse_policy(name, sets=settings)
+        for text in budgets if has_budget(policy) else (None,):
+            budget = None if text is None else budget_tokens(text, context)
+            try:
+                fitted = policy if budget is None else apply_budget(policy, budget, context)
+                found.append(make_subject(full.source, fitted.check(), budget, settings, full.identity["weights"]))
+            except TrtkvError as error:
+                misfits.append(error)
+    return found
+
+
+def _different(subjects: Sequence[Subject]) -> list[Subject]:
+    """Leave out what a policy and budget before it is already."""
+    return list({one.key: one for one in reversed(subjects)}.values())[::-1]

@@ -1,0 +1,96 @@
+"""Which candidates deserve more samples: successive halving (Jamieson and Talwalkar, arXiv 1502.07943) towards what a user wants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from trtkv.tune.candidates import Candidate
+from trtkv.tune.estimate import Estimate
+
+FINALISTS = 2  # that are measured on all samples
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What a user wants: the least of what a policy takes at a quality of at least `floor`, or, without one, the best quality; within limits.
+
+    least says of what: bytes of the cache, or bytes that a step reads. memory_bytes is the GPU's, whose memory reads bytes_per_s; milliseconds are
+    those of the longest step.
+    """
+
+    floor: float | None = None
+    least: Literal["cache", "reads"] = "cache"
+    memory_bytes: int | None = None
+    milliseconds: float | None = None
+    bytes_per_s: float | None = None
+
+    def admits(self, one: Candidate) -> bool:
+        """Whether a candidate's cost is within the limits."""
+        fits = self.memory_bytes is None or one.cost.memory_bytes <= self.memory_bytes
+        quick = self.milliseconds is None or self.bytes_per_s is None or one.cost.milliseconds(self.bytes_per_s) <= self.milliseconds
+        return fits and quick
+
+    def worth(self, full: Candidate, field: Sequence[Candidate]) -> list[Candidate]:
+        """Return the candidates that may be better than full: none where full itself is within the limits and only quality counts."""
+        within = [one for one in field if self.admits(one)]
+        if not self.admits(full):
+            return within
+        return [] if self.floor is None else [one for one in within if self.size(one) < self.size(full)]
+
+    def size(self, one: Candidate) -> tuple[int, int]:
+        """What candidates are compared by: the bytes that matter first, then the others."""
+        both = one.cost.cache_bytes, one.cost.read_bytes
+        return both if self.least == "cache" else both[::-1]
+
+
+def rounds(samples: int) -> list[int]:
+    """Return the new samples of each round: 1, 1, 2, 4 and so on, as many as before, up to all."""
+    found = [1]
+    while (done := sum(found)) < samples:
+        found.append(min(done, samples - done))
+    return found
+
+
+def survivors(goal: Goal, field: Sequence[Candidate], found: Mapping[str, Estimate]) -> list[Candidate]:
+    """Return the half of the candidates that is worth more samples; found are the estimates of all by key."""
+    ranked = rank(goal, field, found)
+    return ranked[: max(FINALISTS, -(-len(field) // 2))]
+
+
+def rank(goal: Goal, field: Sequence[Candidate], found: Mapping[str, Estimate]) -> list[Candidate]:
+    """Order candidates by how likely each is what the user wants.
+
+    With a floor that is the chance that a candidate reaches it and none with fewer bytes does; among those without a chance, the better answer first.
+    """
+
+    def quality(one: Candidate) -> float:
+        return found[one.subject.key].value
+
+    if goal.floor is None:
+        return sorted(field, key=lambda one: (-quality(one), goal.size(one)))
+    chance, none_yet = {}, 1.0
+    for one in sorted(field, key=goal.size):
+        reaches = found[one.subject.key].reaches(goal.floor)
+        chance[one.subject.key] = none_yet * reaches
+        none_yet *= 1 - reaches
+    return sorted(field, key=lambda one: (-chance[one.subject.key], -quality(one), goal.size(one)))
+
+
+def choose(goal: Goal, finalists: Sequence[Candidate], found: Mapping[str, Estimate]) -> Candidate | None:
+    """Return what the user should take of the candidates with all samples; None where none reaches the floor."""
+    if goal.floor is None:
+        return rank(goal, finalists, found)[0] if finalists else None
+    reaching = [one for one in finalists if found[one.subject.key].value >= goal.floor]
+    return min(reaching, key=goal.size, default=None)
+
+
+def frontier(goal: Goal, field: Sequence[Candidate], found: Mapping[str, Estimate]) -> list[Candidate]:
+    """Return the candidates, smallest first, of which none is better in one of quality, cache and bytes read without being worse in another."""
+    axes = {one.subject.key: (one.cost.cache_bytes, one.cost.read_bytes, -found[one.subject.key].value) for one in field}
+
+    def beaten(mine: tuple[float, ...]) -> bool:
+        return any(other != mine and all(a <= b for a, b in zip(other, mine, strict=True)) for other in axes.values())
+
+    return sorted((one for one in field if not beaten(axes[one.subject.key])), key=goal.size)
