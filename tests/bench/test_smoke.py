@@ -153,7 +153,7 @@ def test_executors_are_compared(wrong: bool, parts: ModuleType, tiny_llama: Tiny
         engine = open_engine(path, dataclasses.replace(options, executor="torch"))
         if options.executor == "tensorrt":
             stepper, manifest = engine.stepper, engine.manifest
-            stepper.__init__(graph_engine.over(stepper.executor, manifest), engine.cache, manifest.limits, stepper.rope)
+            stepper.__init__(graph_engine.over(stepper.executor, manifest), engine.cache, manifest.limits, stepper.ropes)
             right = stepper.executor.run
             monkeypatch.setattr(stepper.executor, "run", lambda inputs: right(inputs) + wrong * torch.randn(1))
         return engine

@@ -38,7 +38,7 @@ from trtkv.row_plan import row_plan
 from trtkv.runtime import loading, where_tensorrt_runs
 from trtkv.runtime.contexts import Contexts
 from trtkv.runtime.loading import Options, open_engine
-from trtkv.runtime.rope import rope_table
+from trtkv.runtime.rope import rope_tables
 from trtkv.runtime.row_executor import RowExecutor
 from trtkv.runtime.rows import StepRow
 from trtkv.runtime.step import Stepper
@@ -132,12 +132,12 @@ def stepper_of(tiny: TinyModel, policy: str = "full", sets: Sequence[str] = ()) 
     for one in plan.buffers:
         cache.buffer(one.name, one.layers[0]).fill_(torch.nan)  # of memory as it comes
     weights = map_weights(Checkpoint(tiny.path), decoder.weights, torch.float32, torch.device("cpu"), lambda done, total: None)
-    rope = rope_table(tiny.config.rope, tiny.config.head_dim, LIMITS.max_seq_len)
+    ropes = rope_tables(tiny.config, LIMITS.max_seq_len)
     bindings = {spec.name: torch.cat(weights[spec.name].parts).view(spec.shape) for spec in decoder.weights}
     backend = Backend("tensorrt_rtx", "1.7", TRT, None, MessageLog())
     engine = DefinedEngine(decoder, plan)
     executor = RowExecutor(engine, backend, cache, bindings, Recorder(), Lane(), Contexts(engine, backend), {})
-    return Stepper(executor, cache, LIMITS, rope)
+    return Stepper(executor, cache, LIMITS, ropes)
 
 
 @pytest.mark.parametrize(

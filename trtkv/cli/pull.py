@@ -17,7 +17,7 @@ def pull(name: str, *, dtype: str | None = None, revision: str | None = None, fo
 
     Args:
         name: Preset name or hub id such as org/name.
-        dtype: float32, float16 or bfloat16, for checkpoints that are converted; smollm2-135m is float32 by default.
+        dtype: float32, float16 or bfloat16, for checkpoints that are converted (smollm2-135m, gemma3-270m): float32 by default.
         revision: Branch, tag or commit on the hub.
         force: Fetch again even if it exists.
         json: Print one JSON object.

@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,8 @@ def build_engine(request: Request, progress: Progress = lambda stage, fraction: 
     Raises ConfigError, CheckpointError, BuildError or CapacityError; in every case, Ctrl-C included, nothing half-written remains.
     """
     limits = request.limits.check(request.model)
+    if request.model.dtype == "float16" and request.model.sandwich_norms:
+        raise BuildError(f"hidden states of {request.model.model_type} exceed what float16 holds", "Add --dtype bfloat16 or float32.")
     native_layers, plan = request.attention == "native", request.policy.plan(request.model)
     if native_layers:
         _check_native_layers(request)
@@ -221,7 +223,7 @@ def _manifest(request: Request, plan: CachePlan, weights: Sequence[WeightSpec], 
         limits=request.limits,
         policy=request.policy.model_dump(mode="json", exclude_none=True),
         cache_plan=plan.to_json(),
-        weights=tuple(WeightInput(name=one.name, shape=one.shape, sources=one.sources, quantization=one.quantization) for one in weights),
+        weights=tuple(WeightInput.model_validate(asdict(one) | {"quantization": one.quantization}) for one in weights),
         **parts,
         files={file.relative_to(stage).as_posix(): file_sha256(file) for file in sorted(stage.rglob("*")) if file.is_file()},
         command=request.command,

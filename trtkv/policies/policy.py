@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, SerializeAsAny, ValidationError
 
 from trtkv.config import ModelConfig
 from trtkv.errors import ConfigError, PolicyConflict, UnknownName
-from trtkv.plan import BufferSpec, CachePlan, SelectPlan
+from trtkv.plan import BufferSpec, CachePlan, SelectPlan, SlidingPlan
 from trtkv.policies.base import CAPABILITIES, KINDS, Allocate, Evict, Offload, Prefill, Quantize, Retrieve, Role
 
 DEFAULT_PAGE_SIZE = 32
@@ -125,6 +125,7 @@ class Policy(BaseModel):
     def plan(self, model: ModelConfig) -> CachePlan:
         """Lower the policy for a model; raises ConfigError or PolicyConflict when it cannot work."""
         self.check()
+        whole, model = model, self._governed(model)
         every = tuple(range(model.num_layers))
         retrieve, quantize = self.retrieve, self.quantize
         page_size = lcm(_least_page(retrieve, quantize), retrieve.summary_group if retrieve else 1, quantize.key_group if quantize else 1)
@@ -153,6 +154,7 @@ class Policy(BaseModel):
             quantize=quantize.plan() if quantize else None,
             offload=self.offload.plan() if self.offload else None,
             prefill=self.prefill.plan() if self.prefill else None,
+            sliding=SlidingPlan(whole.sliding.window, whole.sliding.layers) if whole.sliding else None,
         )
         if self._mixes and made.quantize is not None:
             made = replace(made, quantize=replace(made.quantize, mixed=True), page_groups=every)
@@ -165,6 +167,16 @@ class Policy(BaseModel):
             groups = self.evict.page_groups(self.allocate, model.num_layers)
         beside = made.state_buffers if made.quantize is None else ()
         return replace(made, buffers=(*made.buffers, *beside), page_groups=groups)
+
+    def _governed(self, model: ModelConfig) -> ModelConfig:
+        """Return a model of those layers that the policy acts on; raises ConfigError for a policy that finds none."""
+        left = model.num_layers - len(model.sliding_layers)
+        if self.roles and model.sliding and not left:
+            raise ConfigError(
+                f"policy '{self.name}' finds no layer to act on: all of the model's attend through a window of {model.sliding.window} tokens",
+                "Take --policy full: no sequence stores more than the window.",
+            )
+        return model.model_copy(update={"num_layers": left, "sliding": None})
 
 
 def _least_page(retrieve: Retrieve | None, quantize: Quantize | None) -> int:

@@ -35,7 +35,7 @@ from trtkv.runtime.host_memory import host_room, open_offload, recall_of
 from trtkv.runtime.memory import captured_bytes, check_weights, pool_sizes
 from trtkv.runtime.packed import Bound
 from trtkv.runtime.pages import GroupPages, HeadPageAllocator, PageAllocator, Reservation, make_pages
-from trtkv.runtime.rope import rope_table
+from trtkv.runtime.rope import rope_tables
 from trtkv.runtime.rows import Executor
 from trtkv.runtime.step import Stepper
 from trtkv.runtime.streams import current
@@ -184,11 +184,11 @@ def _open(directory: Path, options: Options, progress: Progress, part: Part | No
     elif offload:
         measure.settle(offload, plan)
     executor = _executor(directory, manifest, loaded, weights, cache, adapters)
-    rope = rope_table(manifest.model.rope, manifest.model.head_dim, manifest.limits.max_seq_len)
+    ropes = rope_tables(manifest.model, manifest.limits.max_seq_len)
     slots = list(range(manifest.limits.max_batch_size - 1, -1, -1))
     # A cache in tensors has no pages; their number only limits it.
     pages = make_pages(num_pages if cache.uses_pages else num_pages[:1], plan.num_page_groups if cache.rows_have_pages else 0)
-    stepper, named = Stepper(executor, cache, manifest.limits, rope), _named(manifest, options.weights, held)
+    stepper, named = Stepper(executor, cache, manifest.limits, ropes), _named(manifest, options.weights, held)
     return Engine(manifest, cache, stepper, pages, slots, why_torch, options.swap_bytes, adapters, named)
 
 

@@ -46,7 +46,7 @@ def captured_bytes(plan: CachePlan, limits: Limits, device: torch.device, *, ada
     Steps of TensorRT's also share the memory of their plan (`LoadedPlan.memory_bytes`).
     """
     steps = limits.max_batch_size * (2 if any(plan.select) else 1) * (2 if adapters else 1)
-    return steps * plan.num_layers * CAPTURED_BYTES if device.type == "cuda" else 0
+    return steps * plan.all_layers * CAPTURED_BYTES if device.type == "cuda" else 0
 
 
 def scratch_bytes(count: ByteCount, limits: Limits, device: torch.device) -> int:
@@ -56,7 +56,7 @@ def scratch_bytes(count: ByteCount, limits: Limits, device: torch.device) -> int
 
 def beside_bytes(count: ByteCount, limits: Limits) -> int:
     """Return the bytes that all slots take beside their pages; where tokens are encoded, with a prompt that is being read."""
-    slots = limits.max_batch_size * count.slot
+    slots = limits.max_batch_size * (count.slot + count.plan.ring_bytes())
     if count.form is None:
         return slots
     chunk = limits.max_chunk_tokens if count.plan.evict is None else claimed_chunk(limits)

@@ -128,6 +128,8 @@ def why_not(plan: CachePlan) -> str | None:
         return f"tokens are stored '{plan.storage}'"
     if plan.prefill is not None:
         return "prompts attend to blocks that they choose"
+    if plan.sliding is not None:
+        return "layers of the model attend through a sliding window"
     return next(iter(in_torch(plan)), None)
 
 
