@@ -142,7 +142,7 @@ def _checkpoint(source: Source) -> Checkpoint | None:
 def _with_scales_of(checkpoint: Checkpoint, model: ModelConfig) -> ModelConfig:
     """Take the dtype of int4 scales from the checkpoint; that of fp8 scales, which are few, is float32."""
     one = model.quantization
-    if one is None or one.codes == "fp8":
+    if one is None or one.codes == "fp8" or one.format == "gguf":
         return model
     found = next((name for name, part in tensors_of(weight_specs(model))[1].items() if part.kind == "scales" and name in checkpoint), None)
     dtype = str(checkpoint.dtype(found)).removeprefix("torch.") if found else one.scale_dtype

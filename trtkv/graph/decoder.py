@@ -45,7 +45,7 @@ def build_decoder(model: ModelConfig, plan: CachePlan, limits: Limits, tp: int =
         net.input(LOCAL_ROPE, "float32", [limits.max_seq_len, model.head_dim])
     specs = weight_specs(model, tp)
     for spec in specs:
-        net.weight(spec.name, spec.shape, spec.quantization)
+        net.weight(spec.name, spec.shape, spec.quantization, spec.sources)
 
     def attention(layer: int, qkv: str) -> str:
         at, number = f"layers.{layer}", plan.number_of(layer)
@@ -96,7 +96,7 @@ def add_layers(net: Network, model: ModelConfig, tokens: str, attention: Attenti
 
     attention(layer, qkv) maps a layer's packed projection [T, (Hq + 2 Hk) D] to [T, Hq D]; added(layer, part, name) sums over an engine's parts.
     """
-    x = net.node("Gather", ["embed", tokens], "x", axis=0)
+    x = net.look_up("embed", tokens, "x")
     if model.embedding_scale != 1.0:
         x = net.scaled(x, model.embedding_scale, "x.scaled")
     for layer in range(model.num_layers):

@@ -40,7 +40,7 @@ def build_native(model: ModelConfig, plan: CachePlan, limits: Limits) -> Decoder
         net.input(name, dtype, [sizes.get(letter, letter) for letter in shape])
     specs = weight_specs(model)
     for spec in specs:
-        net.weight(spec.name, spec.shape, spec.quantization)
+        net.weight(spec.name, spec.shape, spec.quantization, spec.sources)
     for name, row in row_inputs(plan):
         net.input(name, model.dtype, ["B", *row])
         net.output(f"{name}.updated", model.dtype, ["B", *row])
