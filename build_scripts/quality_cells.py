@@ -34,7 +34,7 @@ from trtkv.presets import policy_presets
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.loading import Engine
 from trtkv.runtime.pages import PageAllocator
-from trtkv.runtime.rope import rope_table
+from trtkv.runtime.rope import rope_tables
 from trtkv.runtime.step import Stepper
 from trtkv.runtime.tokenizer import Tokenizer
 from trtkv.runtime.weight import Weight
@@ -138,9 +138,8 @@ class Model:
         pages = plan.pages(limits.max_seq_len) * limits.max_batch_size
         cache = make_cache(plan, [pages] * plan.num_page_groups, limits.max_batch_size, device)
         executor = TorchExecutor(graph, self._weights, cache)
-        rope = rope_table(manifest.model.rope, manifest.model.head_dim, limits.max_seq_len)
         llm = copy.copy(self.full)
-        stepper, slots = Stepper(executor, cache, limits, rope), list(range(limits.max_batch_size))
+        stepper, slots = Stepper(executor, cache, limits, rope_tables(manifest.model, limits.max_seq_len)), list(range(limits.max_batch_size))
         llm.engine = Engine(manifest, cache, stepper, PageAllocator(pages), slots, None)
         return llm
 

@@ -36,7 +36,7 @@ class OpConfig:
         select = plan.select[layer] if layer < plan.num_layers else None
         heads = 0 if select is None else plan.num_q_heads if select.pooling == "none" else plan.num_kv_heads
         theirs = (plan.num_q_heads, plan.num_kv_heads, plan.head_dim, select.width if select else 0, heads)
-        if layer >= plan.num_layers or theirs != (self.num_q_heads, self.num_kv_heads, self.head_dim, self.select_width, self.select_heads):
+        if layer >= plan.all_layers or theirs != (self.num_q_heads, self.num_kv_heads, self.head_dim, self.select_width, self.select_heads):
             raise EngineError(f"the nodes of layer {layer} are not those of the policy '{plan.policy}'", "Build the engine again.")
 
     @staticmethod

@@ -21,7 +21,7 @@ from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.host_memory import HostPool
-from trtkv.runtime.rope import rope_table
+from trtkv.runtime.rope import rope_tables
 from trtkv.runtime.rows import StepRow
 from trtkv.runtime.step import Stepper
 from trtkv.runtime.streams import SideStream
@@ -143,4 +143,4 @@ def make_rig(
     cache = make_cache(plan, [pages] * plan.num_page_groups, slots, device, by_definition=by_definition, tier=offload)
     weights = map_weights(Checkpoint(tiny.path), decoder.weights, TORCH_DTYPES[config.dtype], cache.device, lambda done, total: None)
     executor = TorchExecutor(graph, weights, cache)
-    return Rig(Stepper(executor, cache, limits, rope_table(config.rope, config.head_dim, length)), executor, cache, plan, graph)
+    return Rig(Stepper(executor, cache, limits, rope_tables(config, length)), executor, cache, plan, graph)

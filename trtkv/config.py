@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,8 +21,31 @@ MOST_LAYERS, MOST_SIZE, MOST_POSITIONS, MOST_SEQUENCES = 1024, 2**24, 2**31, 2**
 Size = Annotated[int, Field(gt=0, le=MOST_SIZE)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
-# What the model types differ in: (bias on q, k, v unless the config says otherwise; norm on q and k).
-MODEL_TYPES = {"llama": (False, False), "mistral": (False, False), "qwen2": (True, False), "qwen3": (False, True)}
+Activation = Literal["silu", "gelu_tanh"]
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What a model type does unless its config says otherwise: biases and norms of q, k and v, its activation, whether embedding and head are one.
+
+    gemma says that norms follow attention and MLP as well and multiply by one plus their weight, and that embeddings are scaled.
+    """
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    activation: Activation = "silu"
+    tied: bool = False
+    gemma: bool = False
+
+
+MODEL_TYPES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True),
+    "gemma3_text": Family(qk_norm=True, activation="gelu_tanh", tied=True, gemma=True),
+}
 
 
 class Rope(BaseModel):
@@ -42,6 +66,15 @@ class Rope(BaseModel):
     truncate: bool = True
 
 
+class Sliding(BaseModel):
+    """The layers that attend to the newest `window` tokens only, the query's own included, and their rotary embedding if it is not the model's."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    window: Size
+    layers: tuple[int, ...]
+    rope: Rope | None = None
+
+
 class ModelConfig(BaseModel):
     """The shape of a decoder, in this project's words; made from a Hugging Face `config.json`."""
 
@@ -60,6 +93,12 @@ class ModelConfig(BaseModel):
     tie_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
+    activation: Activation = "silu"
+    sandwich_norms: bool = False
+    norm_offset: float = 0.0
+    embedding_scale: Positive = 1.0
+    query_scalar: Positive | None = None
+    sliding: Sliding | None = None
     dtype: Dtype = "bfloat16"
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None
@@ -71,10 +110,15 @@ class ModelConfig(BaseModel):
         return (self.num_q_heads + 2 * self.num_kv_heads) * self.head_dim
 
     @property
+    def sliding_layers(self) -> tuple[int, ...]:
+        """The layers that attend through a sliding window; a policy governs the others."""
+        return self.sliding.layers if self.sliding else ()
+
+    @property
     def num_params(self) -> int:
         """Parameters of the decoder, embeddings included (tied ones once)."""
         e, f, d = self.hidden_size, self.intermediate_size, self.head_dim
-        layer = e * self.qkv_size + self.num_q_heads * d * e + 3 * e * f + 2 * e
+        layer = e * self.qkv_size + self.num_q_heads * d * e + 3 * e * f + (4 if self.sandwich_norms else 2) * e
         layer += self.qkv_size * self.qkv_bias + 2 * d * self.qk_norm
         return self.num_layers * layer + self.vocab_size * e * (1 if self.tie_embeddings else 2) + e
 
@@ -97,7 +141,7 @@ class ModelConfig(BaseModel):
         """Read a Hugging Face configuration.
 
         raw is the parsed `config.json`, beside ModelOpt's `hf_quant_config.json` where there is one; where names it in messages.
-        Raises CheckpointError for a model type, activation, rotary scaling, active sliding window or quantization that is not supported.
+        Raises CheckpointError for a model type, activation, rotary scaling or quantization that is not supported.
         """
         fix = "Take the config.json that belongs to the checkpoint."
         try:
@@ -183,7 +227,7 @@ def _read_object(file: Path) -> dict[str, Any]:
 
 
 def _fields(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    bias, norm = MODEL_TYPES[raw["model_type"]]
+    family = MODEL_TYPES[raw["model_type"]]
     heads, hidden = raw.get("num_attention_heads"), raw.get("hidden_size")
     eos = raw.get("eos_token_id")
     return {
@@ -198,9 +242,15 @@ def _fields(raw: dict[str, Any], where: str) -> dict[str, Any]:
         "rms_eps": raw.get("rms_norm_eps", 1e-6),
         "rope": _rope(raw, where),
         "max_positions": raw.get("max_position_embeddings", 2048),
-        "tie_embeddings": bool(raw.get("tie_word_embeddings", False)),
-        "qkv_bias": bool(raw.get("attention_bias", bias)) or bias,
-        "qk_norm": norm,
+        "tie_embeddings": bool(raw.get("tie_word_embeddings", family.tied)),
+        "qkv_bias": bool(raw.get("attention_bias", family.qkv_bias)) or family.qkv_bias,
+        "qk_norm": family.qk_norm,
+        "activation": family.activation,
+        "sandwich_norms": family.gemma,
+        "norm_offset": float(family.gemma),
+        "embedding_scale": float(hidden or 1) ** 0.5 if family.gemma else 1.0,
+        "query_scalar": raw.get("query_pre_attn_scalar", 256) if family.gemma else None,
+        "sliding": _sliding(raw, where),
         "dtype": raw.get("dtype") or raw.get("torch_dtype") or "float32",
         "eos_ids": tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         "bos_id": raw.get("bos_token_id"),
@@ -211,44 +261,59 @@ def _refuse_unsupported(raw: dict[str, Any], where: str) -> None:
     kind = raw.get("model_type")
     if kind not in MODEL_TYPES:
         raise CheckpointError(f"{where}: model type '{kind}' is not supported", f"Supported are {', '.join(sorted(MODEL_TYPES))}.")
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise CheckpointError(f"{where}: activation '{raw['hidden_act']}' is not supported", "Supported is silu.")
+    family = MODEL_TYPES[kind]
+    given = raw.get("hidden_activation") or raw.get("hidden_act")
+    if given is not None and ACTIVATIONS.get(given) != family.activation:
+        raise CheckpointError(f"{where}: activation '{given}' is not supported", f"Supported with model type {kind} is {family.activation}.")
     if raw.get("mlp_bias"):
         raise CheckpointError(f"{where}: biases in the feed-forward layer are not supported", "Take a checkpoint without mlp_bias.")
-    if raw.get("attention_bias") and kind in ("llama", "mistral", "qwen3"):
+    if raw.get("attention_bias") and not family.qkv_bias:
         raise CheckpointError(
             f"{where}: attention_bias with model type {kind} puts a bias on the output projection, which is not supported",
             "Take a checkpoint without it.",
         )
-    _refuse_sliding_window(raw, where)
+    for name in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        if raw.get(name):
+            raise CheckpointError(f"{where}: {name} is not supported", "Take a checkpoint without it.")
 
 
-def _refuse_sliding_window(raw: dict[str, Any], where: str) -> None:
-    window, layers = raw.get("sliding_window"), raw.get("layer_types")
-    if layers is not None:
-        active = any(kind != "full_attention" for kind in layers)
+def _sliding(raw: dict[str, Any], where: str) -> Sliding | None:
+    """Read which layers attend through a window: they are listed, or follow from what each model type calls them."""
+    window, count, kinds = raw.get("sliding_window"), raw.get("num_hidden_layers") or 0, raw.get("layer_types")
+    if kinds is not None:
+        unknown = next((kind for kind in kinds if kind not in ("full_attention", "sliding_attention")), None)
+        if unknown or len(kinds) != count:
+            problem = f"layer type '{unknown}' is not supported" if unknown else f"layer_types has {len(kinds)} entries for {count} layers"
+            raise CheckpointError(f"{where}: {problem}", "Supported are full_attention and sliding_attention, one a layer.")
+        layers = [layer for layer, kind in enumerate(kinds) if kind == "sliding_attention"]
+    elif MODEL_TYPES[raw["model_type"]].gemma:
+        pattern = raw.get("sliding_window_pattern") or 6
+        layers = [layer for layer in range(count) if (layer + 1) % pattern]
     elif raw["model_type"] == "mistral":
-        active = window is not None and window < raw.get("max_position_embeddings", 0)
+        layers = list(range(count if window is not None else 0))
     else:
-        active = (
-            bool(raw.get("use_sliding_window", False)) and window is not None and raw.get("max_window_layers", 0) < raw.get("num_hidden_layers", 0)
-        )
-    if active:
-        raise CheckpointError(
-            f"{where}: the model attends through a sliding window of {window} tokens, which is not supported",
-            "Take a checkpoint with full attention in every layer.",
-        )
+        layers = list(range(raw.get("max_window_layers", 0), count)) if raw.get("use_sliding_window") else []
+    own = _rope(raw, where, "sliding_attention")
+    alike = own == _rope(raw, where)
+    if not layers or window is None or (alike and window >= raw.get("max_position_embeddings", 2048)):
+        return None
+    return Sliding(window=window, layers=tuple(layers), rope=None if alike else own)
 
 
-def _rope(raw: dict[str, Any], where: str) -> Rope:
-    # transformers 5 has everything under rope_parameters; earlier versions split rope_theta and rope_scaling.
+def _rope(raw: dict[str, Any], where: str, kind_of_layer: str = "full_attention") -> Rope:
+    # transformers 5 has everything under rope_parameters, where layers differ by their kind; earlier versions split rope_theta and rope_scaling.
     scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    gemma = MODEL_TYPES[raw["model_type"]].gemma
+    if scaling.keys() & {"full_attention", "sliding_attention"}:
+        scaling = dict(scaling.get(kind_of_layer) or {})
+    elif gemma and kind_of_layer == "sliding_attention":
+        scaling = {"rope_theta": raw.get("rope_local_base_freq", 10000.0)}
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind not in ("default", "linear", "llama3", "yarn"):
         raise CheckpointError(f"{where}: rope scaling '{kind}' is not supported", "Supported are linear, llama3 and yarn.")
     if raw.get("partial_rotary_factor", scaling.get("partial_rotary_factor", 1.0)) != 1.0:
         raise CheckpointError(f"{where}: partial rotary embedding is not supported", "Take a model that rotates the whole head.")
-    theta = scaling.get("rope_theta") or raw.get("rope_theta") or 10000.0
+    theta = scaling.get("rope_theta") or raw.get("rope_theta") or (1e6 if gemma else 1e4)
     if kind == "default":
         return Rope.model_validate({"theta": theta})
     known = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")

@@ -176,6 +176,19 @@ class PrefillPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class SlidingPlan:
+    """The model's layers that attend to their newest `window` tokens only; no policy acts on them, and a ring for each slot holds their tokens."""
+
+    window: int
+    layers: tuple[int, ...]
+
+    @property
+    def room(self) -> int:
+        """Tokens of a ring: one page for kernels, which take multiples of 16."""
+        return -(-self.window // 16) * 16
+
+
+@dataclass(frozen=True, slots=True)
 class Occupancy:
     """A layer's cache of one sequence in integers that the host knows, once a step's tokens have been appended.
 
@@ -239,7 +252,11 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """Everything that happens to the KV cache of one model under one policy."""
+    """Everything that happens to the KV cache of one model under one policy.
+
+    The policy's layers come first, in the model's order, and then those that attend through a sliding window: num_layers and all that is stated by
+    layer are of the former.
+    """
 
     policy: str
     num_layers: int
@@ -256,6 +273,7 @@ class CachePlan:
     quantize: QuantizePlan | None = None
     offload: OffloadPlan | None = None
     prefill: PrefillPlan | None = None
+    sliding: SlidingPlan | None = None
     format: int = FORMAT
 
     def __post_init__(self) -> None:
@@ -314,13 +332,45 @@ class CachePlan:
         """Page groups (Y): layers of one group store equally many tokens and share page numbers; `page_groups` gives a per-head layer's first."""
         if self.mixed:
             return 2 * self.num_layers
-        return self.num_layers * self.num_kv_heads if self.ragged else max(self.page_groups) + 1
+        return self.num_layers * self.num_kv_heads if self.ragged else max(self.page_groups, default=0) + 1
+
+    @property
+    def all_layers(self) -> int:
+        """The model's layers, those of the policy and those that slide."""
+        return self.num_layers + (len(self.sliding.layers) if self.sliding else 0)
+
+    @property
+    def last_layer(self) -> int:
+        """The number that the model's last layer has here."""
+        return self.number_of(self.all_layers - 1)
+
+    def number_of(self, layer: int) -> int:
+        """Return the number that one of the model's layers has here."""
+        sliding = self.sliding.layers if self.sliding else ()
+        return self.num_layers + sliding.index(layer) if layer in sliding else layer - sum(one < layer for one in sliding)
+
+    def slides(self, layer: int) -> bool:
+        """Say whether a layer, by its number here, attends through a sliding window."""
+        return layer >= self.num_layers
+
+    def ring_bytes(self, seen: int | None = None) -> int:
+        """Return the bytes of what sliding layers store of a sequence that has seen so many tokens, or of the rings of a slot."""
+        if self.sliding is None:
+            return 0
+        tokens = self.sliding.room if seen is None else min(seen, self.sliding.window)
+        return len(self.sliding.layers) * 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.kv_dtype] * tokens
+
+    @property
+    def shares_pages(self) -> bool:
+        """Whether pages of one sequence may serve others that begin alike: rings do not hold any but the newest tokens of theirs."""
+        return self.in_pages and self.evict is None and self.sliding is None
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON-ready data; `from_json` reads it back equal."""
         data = dict(json.loads(json.dumps(asdict(self))))
-        if self.prefill is None:
-            del data["prefill"]  # so that plans from before there were such roles have the hash that they had
+        for name in ("prefill", "sliding"):
+            if data[name] is None:
+                del data[name]  # so that plans from before there were such have the hash that they had
         return data
 
     @staticmethod
@@ -337,8 +387,8 @@ class CachePlan:
 
     @property
     def num_addresses(self) -> int:
-        """Entries of the `state` input (A): the plan's number, then one for every buffer of every layer, and room."""
-        return 1 + -(-len(self.buffers) // ADDRESSES) * ADDRESSES * self.num_layers
+        """Entries of the `state` input (A): the plan's number, one for every buffer of every layer, and room, whose last is for a communicator."""
+        return 1 + -(-(len(self.buffers) + 1) // ADDRESSES) * ADDRESSES * self.num_layers
 
     @property
     def number(self) -> int:

@@ -117,7 +117,7 @@ class ByteCount:
         self.buffers = tuple(buffers_of(plan, form))
         self.slot = _slot_bytes(self.buffers)
         groups = (0,) * plan.num_layers if plan.pooled else plan.page_groups
-        self.page_sizes = [0] * (max(groups) + 1)
+        self.page_sizes = [0] * (max(groups, default=0) + 1)
         for spec in self.buffers:
             for layer in spec.layers if spec.paged else ():
                 self.page_sizes[groups[layer]] += spec.row_bytes
@@ -199,7 +199,7 @@ class ByteCount:
     def tokens_read(self, tokens: int) -> float:
         """Return the tokens whose keys and values one decode step reads of so many, mean over the layers."""
         total = sum(layers * (tokens if tokens <= budget else min(tokens, most)) for (budget, most), layers in self._reads.items())
-        return total / self.plan.num_layers
+        return total / max(1, self.plan.num_layers)
 
     def _rows(self, lengths: Lengths | int) -> Lengths:
         return [lengths] * self.num_rows if isinstance(lengths, int) else lengths

@@ -22,6 +22,7 @@ from plugins.cache.overrides import EVERYTHING, Overrides, least_budget
 from plugins.cache.pages import HeadPages, Ints, Lengths, PageList, Pages, by_group
 from plugins.cache.pieces import Piece, held_numbers
 from plugins.cache.tier import DeviceTier, Tier
+from plugins.cache.windows import Windows
 from plugins.config import OpConfig
 from plugins.device.dtypes import TORCH_DTYPES
 from plugins.select.launch import OwnBudgets
@@ -53,9 +54,11 @@ class Cache(ABC):
         self.tier: Tier = tier or DeviceTier()
         self.dense_below = 0 if self.tier.recalls else dense_below
         self.overrides = Overrides(plan, num_slots, self.device)
+        self.windows = Windows(plan, plan.sliding, num_slots, self.device, self.runs_kernels) if plan.sliding else None
         self.buffers: dict[str, list[Tensor | None]] = {}
         self.read_tokens = 0.0
         self.parts = 1
+        self.no_budget: str | None = None  # why requests cannot lower what a plan whose layers select reads
         self.always_selects = False  # whether steps of short sequences select as well, which changes no answer
         self.keeps_inputs = False  # whether a node's inputs stay as they are while references to them exist
         self.on_release: Callable[[int], None] | None = None
@@ -67,6 +70,10 @@ class Cache(ABC):
         self._step: list[StepGroup] = []
 
     # Nodes: inputs by `plugins/nodes.py`, the output is written in place
+
+    def of(self, layer: int) -> Cache | Windows:
+        """Return what stores a layer's tokens: this cache, or the rings of layers that attend through a window."""
+        return self.windows if self.windows is not None and self.plan.slides(layer) else self
 
     @abstractmethod
     def append(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
@@ -92,7 +99,6 @@ class Cache(ABC):
 
     # Steps
 
-    @abstractmethod
     def begin_step(
         self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], pages: Sequence[Sequence[PageList]], prompts: Sequence[int]
     ) -> None:
@@ -101,6 +107,11 @@ class Cache(ABC):
         A sequence whose tokens are all new starts empty, whatever its slot stored before. Tokens that were evicted count as seen. Where rows have
         pages of one pool, pages[0] says which, as `HeadPages`.
         """
+        self._begin(new, seen, slots, pages, prompts)
+        if self.windows is not None:
+            self.windows.begin_step(new, seen, slots, prompts)
+            own, every = self.plan.num_layers, self.plan.all_layers
+            self.read_tokens = (self.read_tokens * own + self.windows.tokens_read() * (every - own)) / every
 
     def want(self, tokens: Sequence[Sequence[int]]) -> None:
         """Say which new tokens of each of the announced step's sequences get logits: nothing else reads what the last layer attends to."""
@@ -128,6 +139,8 @@ class Cache(ABC):
         """Forget what layers of the announced step have shared: a step that is captured rebuilds it, in its own memory."""
         for group in self._step:
             group.shared.clear()
+        if self.windows is not None:
+            self.windows.forget_shared()
 
     def step(self, layer: int) -> StepGroup:
         """Return the announced step as this layer sees it."""
@@ -191,7 +204,7 @@ class Cache(ABC):
         """Say why a request cannot lower its budget, None where it can."""
         if not any(self.plan.select):
             return f"policy '{self.plan.policy}' has no budget that a request could lower"
-        return "this engine stores pages on the host and recalls as many for all" if self.tier.recalls else None
+        return "this engine stores pages on the host and recalls as many for all" if self.tier.recalls else self.no_budget
 
     # Bytes and tokens
 
@@ -204,15 +217,15 @@ class Cache(ABC):
 
     def reserved_bytes(self, beside: Sequence[tuple[int, int]] = ()) -> int:
         """Return the bytes that these sequences occupy: whole pages and slots."""
-        return self.parts * sum(self._reserved(slot, seen) for slot, seen in (*self._sizes(), *beside))
+        return self.parts * sum(self._reserved(slot, seen) + self.plan.ring_bytes() for slot, seen in (*self._sizes(), *beside))
 
     def bytes_of(self, slot: int, seen: int) -> int:
         """Return the bytes that hold keys, values and summaries of a sequence that has seen so many tokens, in all parts of the engine."""
-        return self.parts * self._stored(slot, seen)
+        return self.parts * (self._stored(slot, seen) + self.plan.ring_bytes(seen))
 
     def capacity(self) -> dict[str, int]:
         """Return the allocated bytes of each tier, "device" and "host", in all parts of the engine."""
-        sizes = {"device": self.tier.device_bytes(), "host": self.tier.host_bytes()}
+        sizes = {"device": self.tier.device_bytes() + self.plan.ring_bytes() * self.num_slots, "host": self.tier.host_bytes()}
         counted: set[int] = set()  # one tensor may serve all layers
         for spec in self.plan.buffers:
             for layer, one in enumerate(self.buffers.get(spec.name, ())):
@@ -255,7 +268,11 @@ class Cache(ABC):
     def slot_buffers(self) -> list[Tensor]:
         """List the buffers whose rows are slots and outlive a step."""
         slots = [self.buffer(spec.name, layer) for spec in self.count.buffers if not spec.paged for layer in spec.layers]
-        return slots + self.tier.rings()
+        return slots + self.tier.rings() + self.window_buffers()
+
+    def window_buffers(self) -> list[Tensor]:
+        """List the rings of layers that attend through a window."""
+        return self.windows.buffers if self.windows is not None else []
 
     # Handing a sequence that is past its prompt over to another cache of the plan
 
@@ -309,8 +326,10 @@ class Cache(ABC):
 
     # Comparison with the definition
 
-    def wait_for_comparison(self) -> None:  # noqa: B027
+    def wait_for_comparison(self) -> None:
         """Save what a step attended to until `end_step`, for those who compare it."""
+        if self.windows is not None:
+            self.windows.compared = True
 
     @abstractmethod
     def read(self, layer: int, row: Row) -> tuple[Tensor, Tensor]:
@@ -351,6 +370,12 @@ class Cache(ABC):
     compares_selection = True  # whether what is selected can be read off `read`
 
     # For variants
+
+    @abstractmethod
+    def _begin(
+        self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], pages: Sequence[Sequence[PageList]], prompts: Sequence[int]
+    ) -> None:
+        """Announce a step as `begin_step` does, and count in read_tokens what its decode queries read, mean over the policy's layers."""
 
     @abstractmethod
     def _ended(self, rows: Sequence[Sequence[Row]]) -> None:

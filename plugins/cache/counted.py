@@ -26,7 +26,7 @@ class CountedCache(Cache):
         """Serve a plan; without a ledger nothing is evicted."""
         super().__init__(plan, num_pages, num_slots, device, dense_below, ledger=ledger or GrowingLedger(plan), tier=tier)
 
-    def begin_step(
+    def _begin(
         self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], pages: Sequence[Sequence[PageList]], prompts: Sequence[int]
     ) -> None:
         """Announce a step as `Cache.begin_step` says."""

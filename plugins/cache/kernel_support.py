@@ -48,7 +48,7 @@ def runs_kernels(plan: CachePlan, config: OpConfig, dtype: torch.dtype, device: 
 
 def captures(plan: CachePlan, layer: int, config: OpConfig, dtype: torch.dtype, device: torch.device) -> bool:
     """Say whether decode steps of a layer need nothing from the host, so that they can be captured."""
-    return runs_kernels(plan, config, dtype, device) and why_selects_in_torch(plan, layer) is None
+    return runs_kernels(plan, config, dtype, device) and (plan.slides(layer) or why_selects_in_torch(plan, layer) is None)
 
 
 def captures_all(plan: CachePlan, device: torch.device) -> bool:

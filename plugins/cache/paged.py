@@ -87,6 +87,7 @@ class PagedCache(paged_kernels.KernelCache):
 
     def wait_for_comparison(self) -> None:
         """Evict after the step alone, and attend to everything."""
+        super().wait_for_comparison()
         self.compared = True
         self.evictor.wait_for_comparison()
 

@@ -41,7 +41,7 @@ class KernelCache(CountedCache):
 
     def unread(self, layer: int, row: Row) -> int:
         """Return how many of a chunk's first tokens need no attention: in the last layer those that come before all that get logits."""
-        if row.wanted is None or layer != self.plan.num_layers - 1 or self.evictor.observes or self.compared:
+        if row.wanted is None or layer != self.plan.last_layer or self.evictor.observes or self.compared:
             return 0
         if not row.wanted:
             return row.new

@@ -40,6 +40,9 @@ def _kernels(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> 
     if why_torch(plan) is None:
         for op in (append, select, recall, encoded) if find_format(plan) else (append, select, attend, recall, compaction, ragged, mixed):
             yield from op.kernels(plan, model, limits, arch)
+        if plan.sliding is not None:
+            yield from append.window_kernels(plan, model, arch)
+            yield from attend.window_kernels(plan, arch)
         yield from prefill.kernels(plan, limits, arch)
         yield from sampling.kernels(model.vocab_size, arch)
     yield from linear.kernels(model, limits, arch)

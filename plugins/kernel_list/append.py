@@ -24,3 +24,9 @@ def kernels(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> I
         yield append_kernel(*shape, triton_dtype(plan.kv_dtype), arch, ragged=plan.ragged, sink=sink)
         if not plan.ragged and takes(KINDS[kind]):
             yield token_kernel(*shape, plan.kv_dtype == "bfloat16", arch)
+
+
+def window_kernels(plan: CachePlan, model: ModelConfig, arch: str) -> Iterator[Spec]:
+    """Yield what appends a decode step's tokens to the rings of sliding layers."""
+    shape = (plan.num_q_heads, plan.num_kv_heads, plan.head_dim, NO_GROUP, KINDS[None], model.qk_norm)
+    yield token_kernel(*shape, plan.kv_dtype == "bfloat16", arch)

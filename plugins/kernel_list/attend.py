@@ -21,3 +21,8 @@ def kernels(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> I
             # Where every query head has its own list, heads are sequences.
             rows = batch * plan.num_kv_heads * (group // together)
             yield launch.attend_kernel(plan.head_dim, together, launch.attend_form(rows, width * unit, unit, plan.head_dim, arch), unit, bf16, arch)
+
+
+def window_kernels(plan: CachePlan, arch: str) -> Iterator[Spec]:
+    """Yield what attends to the rings of sliding layers in a decode step."""
+    yield launch_dense.dense_kernel(plan.head_dim, plan.num_q_heads // plan.num_kv_heads, plan.kv_dtype == "bfloat16", arch)

@@ -130,7 +130,7 @@ def test_a_part_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 @needs_no_gpu
 def test_the_parts_skip_what_this_machine_cannot_do(parts: ModuleType, tiny_llama: TinyModel, tmp_path: Path) -> None:
-    found = {name: parts.run(name, tmp_path) for name in ("executors", "offload", "steps", "native")}
+    found = {name: parts.run(name, tmp_path) for name in ("executors", "offload", "steps", "native", "own layers")}
     assert {one["status"] for one in found.values()} == {"skipped"}
     assert found["executors"]["message"] == "the engine 'full' was not built"
     build(str(tiny_llama.path), "full", out=tmp_path / "full", backend="none", max_seq_len=256)
@@ -153,7 +153,7 @@ def test_executors_are_compared(wrong: bool, parts: ModuleType, tiny_llama: Tiny
         engine = open_engine(path, dataclasses.replace(options, executor="torch"))
         if options.executor == "tensorrt":
             stepper, manifest = engine.stepper, engine.manifest
-            stepper.__init__(graph_engine.over(stepper.executor, manifest), engine.cache, manifest.limits, stepper.rope)
+            stepper.__init__(graph_engine.over(stepper.executor, manifest), engine.cache, manifest.limits, stepper.ropes)
             right = stepper.executor.run
             monkeypatch.setattr(stepper.executor, "run", lambda inputs: right(inputs) + wrong * torch.randn(1))
         return engine

@@ -159,8 +159,8 @@ def test_formats(rtx: backend.Backend, dtype: str, fits: bool) -> None:
 
 class Session:
     plan = SimpleNamespace(
-        policy="toy", num_layers=4, select=[SimpleNamespace(width=CONFIG.select_width, pooling="mean")] * 4, num_q_heads=CONFIG.num_q_heads,
-        num_kv_heads=CONFIG.num_kv_heads, head_dim=CONFIG.head_dim,
+        policy="toy", num_layers=4, all_layers=4, select=[SimpleNamespace(width=CONFIG.select_width, pooling="mean")] * 4,
+        num_q_heads=CONFIG.num_q_heads, num_kv_heads=CONFIG.num_kv_heads, head_dim=CONFIG.head_dim,
     )  # fmt: skip
 
     def __init__(self) -> None:

@@ -73,7 +73,7 @@ def with_adapters(rig: Rig, tiny: TinyModel, adapters: dict[str, Path]) -> Rig:
     weights = {spec.name: rig.executor._bound[spec.name] for spec in specs}
     read = read_adapters(adapters, specs, TORCH_DTYPES[tiny.config.dtype]).to(rig.cache.device)
     executor = TorchExecutor(rig.graph, weights, rig.cache, read)
-    return replace(rig, executor=executor, stepper=Stepper(executor, rig.cache, limits, rig.stepper.rope))
+    return replace(rig, executor=executor, stepper=Stepper(executor, rig.cache, limits, rig.stepper.ropes))
 
 
 def compare(rig: Rig, tiny: TinyModel, adapters: dict[str, Path], folder: Path, dtype: torch.dtype) -> None:

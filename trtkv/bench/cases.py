@@ -66,7 +66,7 @@ class Case:
 
     def plan(self, layers: int = 1) -> CachePlan:
         """Lower the policy for so many layers."""
-        return self.policy.plan(self.model.model_copy(update={"num_layers": layers}))
+        return self.policy.plan(self.model.model_copy(update={"num_layers": layers, "sliding": None}))
 
     def layer_bytes(self) -> int:
         """Bytes of the cache of one layer: whole pages for every sequence."""
@@ -90,7 +90,7 @@ def find_geometry(name: str, dtype: str) -> ModelConfig:
         model = resolve_model(name).config
     else:
         raise UnknownName("geometry", name, model_presets(), more="Query heads x key-value heads x head dimension, such as 32x8x128, also does.")
-    return model.model_copy(update={"num_layers": 1, "dtype": dtype})
+    return model.model_copy(update={"num_layers": 1, "dtype": dtype, "sliding": None})
 
 
 def find_policy(text: str, context: int, budget: int | None, pooling: str | None, sets: Iterable[str]) -> Policy:

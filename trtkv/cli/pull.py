@@ -27,7 +27,7 @@ def pull(
 
     Args:
         name: Preset name, hub id such as org/name, or a GGUF file.
-        dtype: float32, float16 or bfloat16, for what is converted of GGUF; smollm2-135m, which is one, is float32 by default, files bfloat16.
+        dtype: float32, float16 or bfloat16, for what is converted of GGUF: bfloat16 by default, float32 for smollm2-135m and gemma3-270m.
         packed: Leave matrices of a GGUF quantized as they are: Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0. The default for files.
         revision: Branch, tag or commit on the hub.
         force: Fetch again even if it exists.

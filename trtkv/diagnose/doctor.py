@@ -27,7 +27,7 @@ PACKAGES = {
     "cuda-bindings": "compiling GPU kernels (part of cuda-python)",
     "cuda-core": "launching GPU kernels (part of cuda-python)",
     "nvidia-cudnn-frontend": "attention of prompts on GPUs from compute capability 9.0 on",
-    "gguf": "pulling smollm2-135m",
+    "gguf": "pulling smollm2-135m or gemma3-270m",
     "transformers": "chat templates",
 }
 

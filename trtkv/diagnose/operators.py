@@ -165,7 +165,7 @@ class _Step:
                     yield self.shadow.measure(node, "value", _layer(name), ours, exact, narrow, rounding=self.rounding.get(name))
 
     def _sequences(self) -> Sequence[Row]:
-        return self.shadow._cache.step(0).rows
+        return self.shadow._cache.of(0).step(0).rows
 
     def _force(self, name: str, rows: Tensor | None) -> None:
         """Continue with the executor's value."""
@@ -226,7 +226,7 @@ class _Step:
         yield from {"KvAppend": self._append, "KvSelect": self._select, "KvAttend": self._attend}[node.op_type](node, layer, config)
 
     def _append(self, node: onnx.NodeProto, layer: int, config: OpConfig) -> Iterator[Finding]:
-        shadow, rope = self.shadow, self.inputs["rope"].cpu()
+        shadow, rope = self.shadow, self.inputs[node.input[7]].cpu()
         positions = self.inputs["positions"].cpu()[self.rows]
         norms = [shadow.weight(name) for name in node.input[9:]]
         sides = []
@@ -253,7 +253,7 @@ class _Step:
     def _newest(self, layer: int, row: Row) -> dict[int, tuple[Tensor, Tensor]]:
         """Return the keys and values [Hk, D] that are stored, in full precision, for a sequence's compared rows."""
         back = {index: row.start + row.new - index for index in _sample(row)}
-        found = self.shadow._cache.newest(layer, row, list(back.values()))
+        found = self.shadow._cache.of(layer).newest(layer, row, list(back.values()))
         return {index: (found[place][0].cpu(), found[place][1].cpu()) for index, place in back.items() if place in found}
 
     def _select(self, node: onnx.NodeProto, layer: int, config: OpConfig) -> Iterator[Finding]:
@@ -289,7 +289,7 @@ class _Step:
         sides: list[list[Tensor]] = [[], [], [], [], []]
         forms = (_attend_exactly, self._attend_narrowly, self._attend_fused, rounding.of_attention)
         for b, row in enumerate(_of(cache, layer, one) for one in self._sequences()):
-            if cache.plan.sparse_prefill(row.new, row.stored) is not None:
+            if not cache.plan.slides(layer) and cache.plan.sparse_prefill(row.new, row.stored) is not None:
                 shadow.not_compared.add(f"KvAttend of prompts under {cache.plan.policy}")
                 continue
             for index in _sample(row):
@@ -299,7 +299,7 @@ class _Step:
                     plan = cache.plan.select[layer]
                     assert plan is not None, f"layer {layer} selects nothing"
                     chosen = [_tokens(one, plan, row.stored - newer) for one in selection[b].tolist()]
-                parts = [(keys.cpu(), values.cpu()) for keys, values in cache.attended(layer, b, row, newer, chosen)]
+                parts = [(keys.cpu(), values.cpu()) for keys, values in cache.of(layer).attended(layer, b, row, newer, chosen)]
                 sides[0].append(out[index])
                 for side, form in zip(sides[1:], forms, strict=True):
                     side.append(torch.stack([form(query[head], *one, config.scale) for head, one in enumerate(parts)]).flatten())
@@ -336,7 +336,7 @@ def _sample(row: Row) -> list[int]:
 
 def _of(cache: Cache, layer: int, row: Row) -> Row:
     """Return a sequence as a layer's page group sees it."""
-    return next(one for one in cache.step(layer).rows if one.slot == row.slot)
+    return next(one for one in cache.of(layer).step(layer).rows if one.slot == row.slot)
 
 
 def _layer(name: str) -> int:

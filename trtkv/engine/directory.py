@@ -8,7 +8,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,13 @@ from trtkv.engine.shared_plans import PlanInputs, obtain
 from trtkv.engine.targets import Targets, choose_targets, for_weights
 from trtkv.errors import BuildError, CapacityError, EngineError
 from trtkv.graph.decoder import build_decoder
-from trtkv.graph.native_attention import WITHOUT, build_native, row_plan
+from trtkv.graph.native_attention import build_native
 from trtkv.graph.weights import WeightSpec, weight_specs
 from trtkv.plan import CachePlan
 from trtkv.policies.policy import Policy
 from trtkv.quantized.encoding import HALF_OR_SINGLE as SCALE_DTYPES
 from trtkv.quantized.formats import tensors_of
+from trtkv.row_plan import WITHOUT, row_plan
 
 Progress = Callable[[str, float], None]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "special_tokens_map.json")
@@ -75,6 +76,8 @@ def build_engine(request: Request, progress: Progress = lambda stage, fraction: 
     Raises ConfigError, CheckpointError, BuildError or CapacityError; in every case, Ctrl-C included, nothing half-written remains.
     """
     limits = request.limits.check(request.model)
+    if request.model.dtype == "float16" and request.model.sandwich_norms:
+        raise BuildError(f"hidden states of {request.model.model_type} exceed what float16 holds", "Add --dtype bfloat16 or float32.")
     native_layers, plan = request.attention == "native", request.policy.plan(request.model)
     if native_layers:
         _check_native_layers(request)
@@ -220,7 +223,7 @@ def _manifest(request: Request, plan: CachePlan, weights: Sequence[WeightSpec], 
         limits=request.limits,
         policy=request.policy.model_dump(mode="json", exclude_none=True),
         cache_plan=plan.to_json(),
-        weights=tuple(WeightInput(name=one.name, shape=one.shape, sources=one.sources, quantization=one.quantization) for one in weights),
+        weights=tuple(WeightInput.model_validate(asdict(one) | {"quantization": one.quantization}) for one in weights),
         **parts,
         files={file.relative_to(stage).as_posix(): file_sha256(file) for file in sorted(stage.rglob("*")) if file.is_file()},
         command=request.command,

@@ -39,29 +39,29 @@ class Footprint:
         return ByteCount(self.plan, find_format(self.plan) if why_torch(self.plan) is None else None)
 
     def layers(self, prompt: int) -> tuple[Stored, ...]:
-        """Return what each layer stores after a prompt; where an allocate role measures it, all layers are taken to be alike."""
-        policy, model = self.policy, self.model
+        """Return what each of the policy's layers stores after a prompt; where an allocate role measures it, all layers are taken to be alike."""
+        policy, heads, num_layers = self.policy, self.plan.num_kv_heads, self.plan.num_layers
         grants = None
         if policy.evict and policy.allocate and policy.allocate.measured:
-            alike = np.ones((model.num_layers, model.num_kv_heads), np.float32)
-            grants = policy.evict.grants(policy.allocate, model.num_layers, model.num_kv_heads, prompt, alike)
+            alike = np.ones((num_layers, heads), np.float32)
+            grants = policy.evict.grants(policy.allocate, num_layers, heads, prompt, alike)
         elif policy.evict:
-            grants = policy.evict.grants(policy.allocate, model.num_layers, model.num_kv_heads, prompt)
+            grants = policy.evict.grants(policy.allocate, num_layers, heads, prompt)
         found: list[Stored] = []
-        for layer in range(model.num_layers):
-            found += trajectory(policy, prompt, 0, num_kv_heads=model.num_kv_heads, layer=layer, num_layers=model.num_layers, grants=grants)
+        for layer in range(num_layers):
+            found += trajectory(policy, prompt, 0, num_kv_heads=heads, layer=layer, num_layers=num_layers, grants=grants)
         return tuple(found)
 
     def layers_at_peak(self, prompt: int) -> tuple[Stored, ...]:
         """Return the most that each layer stores while the prompt is read: nothing is encoded before its end, and few roles evict."""
-        heads, num_layers = self.model.num_kv_heads, self.model.num_layers
+        heads, num_layers = self.plan.num_kv_heads, self.plan.num_layers
         most = [prefill_peak(self.policy, prompt, self.chunk, num_kv_heads=heads, layer=layer, num_layers=num_layers) for layer in range(num_layers)]
         return tuple(Stored((one,) * heads, (0, 0)) for one in most)
 
     def stored_bytes(self, prompt: int) -> int:
         """Return the bytes of keys, values, codes and summaries that hold data after a prompt."""
         layers = self.layers(prompt)
-        return self.count.stored(self.lengths(layers), self.encoded(layers))
+        return self.count.stored(self.lengths(layers), self.encoded(layers)) + self.plan.ring_bytes(prompt)
 
     def score_bytes(self, prompt: int) -> int:
         """Return the bytes of the evict role's numbers after a prompt."""
@@ -69,7 +69,9 @@ class Footprint:
 
     def reserved_bytes(self, prompt: int) -> int:
         """Return the bytes that a sequence occupies after its prompt: whole pages, with a ring beside codes, or what is stored with its scores."""
-        return self.stored_bytes(prompt) + self.score_bytes(prompt) if self.count.exact else self.count.allocated(self.pages(prompt))
+        if self.count.exact:
+            return self.stored_bytes(prompt) - self.plan.ring_bytes(prompt) + self.score_bytes(prompt) + self.plan.ring_bytes()
+        return self.count.allocated(self.pages(prompt)) + self.plan.ring_bytes()
 
     def pages(self, prompt: int) -> list[int]:
         """Return the pages of each row after a prompt; of codes only those of tokens that will never be evicted."""
@@ -79,15 +81,15 @@ class Footprint:
 
     def peak_bytes(self, prompt: int) -> int:
         """Return the most bytes that a sequence occupies while its prompt is read, and after it."""
-        count, reserved = self.count, self.reserved_bytes(prompt)
+        count, reserved, rings = self.count, self.reserved_bytes(prompt), self.plan.ring_bytes()
         if count.form is not None:
             return reserved + count.prompt(prompt, whole=prompt <= self.chunk, chunk=self.chunk)
         lengths = self.lengths(self.layers_at_peak(prompt))
         if count.exact:
-            return max(reserved, count.stored(lengths) + count.state(lengths, reading=True))
+            return max(reserved, count.stored(lengths) + count.state(lengths, reading=True) + rings)
         if self.plan.storage == "mixed":  # codes are written while what they come from is still there
             lengths[self.plan.num_layers :] = self.lengths(self.layers(prompt))[self.plan.num_layers :]
-        return max(reserved, count.reserved(lengths))
+        return max(reserved, count.reserved(lengths) + rings)
 
     def tokens_read(self, prompt: int) -> float:
         """Return the tokens whose keys and values a decode step reads, mean over layers and KV heads."""
@@ -95,7 +97,8 @@ class Footprint:
         for own, select in zip(self.layers(prompt), self.plan.select, strict=True):
             mean = sum(own.lengths) / len(own.lengths)
             read += min(mean, select.budget) if select else mean
-        return read / self.model.num_layers
+        window = min(prompt, self.plan.sliding.window) if self.plan.sliding else 0
+        return (read + window * (self.plan.all_layers - self.plan.num_layers)) / self.plan.all_layers
 
     def lengths(self, layers: Sequence[Stored]) -> list[int]:
         """Return the tokens of each row of the count."""
@@ -103,7 +106,7 @@ class Footprint:
             return [length for layer in layers for length in layer.lengths]
         if self.plan.storage == "mixed":
             return [layer.lengths[0] - layer.encoded[0] for layer in layers] + [layer.encoded[0] for layer in layers]
-        return [layers[self.plan.page_groups.index(group)].lengths[0] for group in range(self.plan.num_page_groups)]
+        return [layers[self.plan.page_groups.index(group)].lengths[0] for group in range(self.plan.num_page_groups)] if layers else [0]
 
     def encoded(self, layers: Sequence[Stored]) -> list[tuple[int, int]]:
         """Return how many leading keys and values of each row are encoded, none where codes have their own rows."""

@@ -80,6 +80,8 @@ class WeightInput(BaseModel):
     shape: tuple[int, ...]
     sources: tuple[tuple[str, tuple[int, ...]], ...]
     quantization: Quantization | None = None
+    offset: float = 0.0
+    factor: float = 1.0
 
     @property
     def inputs(self) -> tuple[str, ...]:

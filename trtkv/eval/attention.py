@@ -81,24 +81,25 @@ def policy_of(plan: CachePlan) -> Policy:
 
 
 def record(full: LLM, text: Given) -> Recorded:
-    """Run a text with the whole cache and take what the attention of every layer sees; raises ConfigError without the torch executor."""
+    """Run a text with the whole cache and take what attention sees where policies act; raises ConfigError without the torch executor."""
     engine = full.engine
     executor, cache, shape = engine.stepper.executor, engine.cache, engine.manifest.model
     if not isinstance(executor, TorchExecutor) or cache.plan.roles:
         raise ConfigError("the values inside an engine can be read only where torch runs it without a policy", "Give --executor torch.")
     assert isinstance(engine.pages, PageAllocator), "layers differ without a policy"
     pages, slot = engine.pages.take(cache.plan.pages(len(text.tokens))), engine.slots.pop()
-    queries: list[list[Tensor]] = [[] for _ in range(shape.num_layers)]
+    layers = [layer for layer in range(shape.num_layers) if layer not in shape.sliding_layers]
+    queries: list[list[Tensor]] = [[] for _ in layers]
     chunk = engine.manifest.limits.max_chunk_tokens
     try:
         for start in range(0, len(text.tokens), chunk):
             executor.taps = {}
             engine.stepper.run([StepRow(text.tokens[start : start + chunk], start, slot, pages, prompt=len(text.tokens))])
-            for layer, found in enumerate(queries):
+            for layer, found in zip(layers, queries, strict=True):
                 found.append(executor.taps[f"layers.{layer}.query"].unflatten(1, (shape.num_q_heads, shape.head_dim)).clone())
         stored = [
             tuple(cache.buffer(name, layer)[pages].transpose(1, 2).flatten(0, 1)[: len(text.tokens)].clone() for name in ("keys", "values"))
-            for layer in range(shape.num_layers)
+            for layer in range(cache.plan.num_layers)
         ]
     finally:
         executor.taps = None

@@ -1,4 +1,4 @@
-"""The one decoder graph: llama, mistral, qwen2 and qwen3 differ only by a bias and a norm on the packed projection."""
+"""The one decoder graph: llama, mistral, qwen2 and qwen3 differ only by a bias and a norm on the packed projection, gemma3 by its norms as well."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import numpy as np
 
 from plugins.config import OpConfig
-from plugins.nodes import ALL_GATHER, ALL_REDUCE, APPEND, ATTEND, SELECT, SEQUENCES, STEP_INPUTS
+from plugins.nodes import ALL_GATHER, ALL_REDUCE, APPEND, ATTEND, LOCAL_ROPE, SELECT, SEQUENCES, STEP_INPUTS
 from trtkv.config import Limits, ModelConfig
 from trtkv.graph.network import Network
 from trtkv.graph.weights import WeightSpec, shares_head, weight_specs
@@ -41,19 +41,23 @@ def build_decoder(model: ModelConfig, plan: CachePlan, limits: Limits, tp: int =
     sizes = {"X": limits.max_seq_len, "D": model.head_dim, "A": plan.num_addresses}
     for name, (dtype, shape) in STEP_INPUTS.items():
         net.input(name, dtype, [sizes.get(letter, letter) for letter in shape])
+    if model.sliding and model.sliding.rope:
+        net.input(LOCAL_ROPE, "float32", [limits.max_seq_len, model.head_dim])
     specs = weight_specs(model, tp)
     for spec in specs:
         net.weight(spec.name, spec.shape, spec.quantization, spec.sources)
 
     def attention(layer: int, qkv: str) -> str:
-        at, config = f"layers.{layer}", op_config(model, plan, layer)
+        at, number = f"layers.{layer}", plan.number_of(layer)
+        config, rope = op_config(model, plan, number), LOCAL_ROPE if plan.slides(number) and model.sliding and model.sliding.rope else "rope"
         norms = [f"{at}.q_norm", f"{at}.k_norm"] if model.qk_norm else []
-        q = net.plugin(APPEND, [qkv, "positions", *SEQUENCES, "rope", "state", *norms], f"{at}.query", layer, config)
-        selection = [net.plugin(SELECT, [q, *SEQUENCES, "state"], f"{at}.selection", layer, config)] if plan.select[layer] else []
-        return net.plugin(ATTEND, [q, *SEQUENCES, "state", *selection], f"{at}.attended", layer, config)
+        q = net.plugin(APPEND, [qkv, "positions", *SEQUENCES, rope, "state", *norms], f"{at}.query", number, config)
+        selection = [net.plugin(SELECT, [q, *SEQUENCES, "state"], f"{at}.selection", number, config)] if config.select_width else []
+        return net.plugin(ATTEND, [q, *SEQUENCES, "state", *selection], f"{at}.attended", number, config)
 
     def added(layer: int, part: str, name: str) -> str:
-        return part if tp == 1 else net.plugin(ALL_REDUCE, [part], name, layer, op_config(model, plan, layer))
+        number = plan.number_of(layer)
+        return part if tp == 1 else net.plugin(ALL_REDUCE, [part, "state"], name, number, op_config(model, plan, number))
 
     add_head(net, model, plan, add_layers(net, model, "token_ids", attention, added), tp)
     return Decoder(net.model(), specs)
@@ -66,16 +70,16 @@ def add_head(net: Network, model: ModelConfig, plan: CachePlan, normed: str, tp:
     weight = "embed" if model.tie_embeddings and not shared else "head"
     product = net.linear(normed, weight, "logits.part" if shared else whole)
     if shared:
-        last = model.num_layers - 1
-        net.plugin(ALL_GATHER, [product, net.constant("parts", np.zeros(tp, np.int32))], whole, last, op_config(model, plan, last))
+        last = plan.last_layer
+        net.plugin(ALL_GATHER, [product, net.constant("parts", np.zeros(tp, np.int32)), "state"], whole, last, op_config(model, plan, last))
     if narrow:
         net.node("Cast", [whole], "logits", to=1)
     net.output("logits", "float32", ["R", model.vocab_size])
 
 
 def op_config(model: ModelConfig, plan: CachePlan, layer: int) -> OpConfig:
-    """What the plugin nodes of one layer carry."""
-    select = plan.select[layer]
+    """What the plugin nodes of one layer, by its number in the plan, carry."""
+    select = None if plan.slides(layer) else plan.select[layer]
     return OpConfig(
         num_q_heads=model.num_q_heads,
         num_kv_heads=model.num_kv_heads,
@@ -93,6 +97,8 @@ def add_layers(net: Network, model: ModelConfig, tokens: str, attention: Attenti
     attention(layer, qkv) maps a layer's packed projection [T, (Hq + 2 Hk) D] to [T, Hq D]; added(layer, part, name) sums over an engine's parts.
     """
     x = net.look_up("embed", tokens, "x")
+    if model.embedding_scale != 1.0:
+        x = net.scaled(x, model.embedding_scale, "x.scaled")
     for layer in range(model.num_layers):
         x = _layer(net, model, layer, x, attention, added)
     return net.rms_norm(x, "norm", model.rms_eps, "last.normed")
@@ -105,8 +111,13 @@ def _layer(net: Network, model: ModelConfig, layer: int, x: str, attention: Atte
     if layer == model.num_layers - 1:  # of the last layer's outputs a step needs the rows that get logits; of a prompt's tokens that is one
         x, attended = (net.node("Gather", [one, "last_rows"], f"last.{name}", axis=0) for one, name in ((x, "residual"), (attended, "attended")))
     part = net.linear(attended, f"{at}.o", f"{at}.o_out")
-    x = net.node("Add", [x, added(layer, part, f"{at}.o_out_added")], f"{at}.attention_residual")
+    x = net.node("Add", [x, _normed(net, model, added(layer, part, f"{at}.o_out_added"), f"{at}.attention_out")], f"{at}.attention_residual")
     normed = net.rms_norm(x, f"{at}.mlp_norm", model.rms_eps, f"{at}.mlp_in")
-    hidden = net.swiglu(net.linear(normed, f"{at}.gate_up", f"{at}.gate_up_out"), f"{at}.mlp_hidden")
+    hidden = net.gated(model.activation, net.linear(normed, f"{at}.gate_up", f"{at}.gate_up_out"), f"{at}.mlp_hidden")
     part = net.linear(hidden, f"{at}.down", f"{at}.down_out")
-    return net.node("Add", [x, added(layer, part, f"{at}.down_out_added")], f"{at}.residual")
+    return net.node("Add", [x, _normed(net, model, added(layer, part, f"{at}.down_out_added"), f"{at}.mlp_out")], f"{at}.residual")
+
+
+def _normed(net: Network, model: ModelConfig, x: str, name: str) -> str:
+    """Normalize what is added to the residual, where the model does."""
+    return net.rms_norm(x, f"{name}_norm", model.rms_eps, f"{name}_normed") if model.sandwich_norms else x

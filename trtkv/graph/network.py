@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,10 +12,13 @@ from onnx import TensorProto, helper, numpy_helper
 
 from plugins.config import DOMAIN, VERSION, OpConfig
 from plugins.nodes import OpFace
+from trtkv.config import Activation
 from trtkv.quantized.encoding import MINIMA, SCALES, ZEROS, Quantization
 
 OPSET, IR_VERSION = 18, 9
+GELU_OPSET = 20  # the first with Gelu
 PACKED_OPSET, PACKED_IR = 21, 10  # from which blocks and four bits are dequantized
+DIGITS = {"float32": 24, "float16": 11, "bfloat16": 8}  # binary ones of a number
 ONNX_DTYPES = {
     "float32": TensorProto.FLOAT,
     "float16": TensorProto.FLOAT16,
@@ -68,6 +72,11 @@ class Network:
         else:
             lengths = self.constant(f"sizes.{'.'.join(map(str, sizes))}", np.array(sizes, np.int64))
             self._nodes.append(helper.make_node("Split", [x, lengths], list(outputs), name=name, axis=axis))
+
+    def top_k(self, x: str, count: str, output: str, axis: int) -> str:
+        """Return the places of the highest values along an axis; count is a shape [1]."""
+        self._nodes.append(helper.make_node("TopK", [x, count], [f"{output}.values", output], name=output, axis=axis))
+        return output
 
     def linear(self, x: str, weight: str, output: str, bias: str | None = None) -> str:
         """Multiply x [T, in] with weight [out, in] transposed; a bias is [1, out], which TensorRT fuses where [out] costs a kernel."""
@@ -139,12 +148,25 @@ class Network:
         narrow = self.node("Cast", [scaled], f"{output}.narrow", to=ONNX_DTYPES[self.dtype]) if half else scaled
         return self.node("Mul", [narrow, weight], output)
 
-    def swiglu(self, packed: str, output: str) -> str:
-        """Return silu(gate) * up for packed [T, 2F], gate first."""
+    def scaled(self, x: str, factor: float, output: str) -> str:
+        """Multiply x by a factor, which is rounded to the engine's dtype like the product."""
+        (mantissa, exponent), digits = math.frexp(factor), DIGITS[self.dtype]
+        rounded = math.ldexp(round(math.ldexp(mantissa, digits)), exponent - digits)
+        scale = self.constant(f"{output}.factor", np.array([rounded], np.float32))
+        if self.dtype == "float32":
+            return self.node("Mul", [x, scale], output)
+        wide = self.node("Cast", [x], f"{output}.wide", to=TensorProto.FLOAT)
+        return self.node("Cast", [self.node("Mul", [wide, scale], f"{output}.product")], output, to=ONNX_DTYPES[self.dtype])
+
+    def gated(self, activation: Activation, packed: str, output: str) -> str:
+        """Return activation(gate) * up for packed [T, 2F], gate first."""
         gate, up = f"{output}.gate", f"{output}.up"
         self.split(packed, [gate, up], f"{output}.split", axis=1)
-        gated = self.node("Mul", [gate, self.node("Sigmoid", [gate], f"{output}.sigmoid")], f"{output}.silu")
-        return self.node("Mul", [gated, up], output)
+        if activation == "gelu_tanh":
+            self.opset = max(self.opset, GELU_OPSET)
+            return self.node("Mul", [self.node("Gelu", [gate], f"{output}.gelu", approximate="tanh"), up], output)
+        silu = self.node("Mul", [gate, self.node("Sigmoid", [gate], f"{output}.sigmoid")], f"{output}.silu")
+        return self.node("Mul", [silu, up], output)
 
     def plugin(self, face: OpFace, inputs: Sequence[str], output: str, layer: int, config: OpConfig) -> str:
         """Add one of trtkv's plugin ops."""

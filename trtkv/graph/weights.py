@@ -17,13 +17,15 @@ class WeightSpec:
     """A graph input and the checkpoint tensors that it is stacked from along the first axis.
 
     shape is that of the graph input; sources are names and shapes in the checkpoint; a bias [out] becomes [1, out]. A matrix with a quantization is
-    stored in tensors of other names, which that lists, and has inputs for scales and zero points beside it.
+    stored in tensors of other names, which that lists, and has inputs for scales and zero points beside it. The input is (tensor + offset) * factor.
     """
 
     name: str
     shape: tuple[int, ...]
     sources: tuple[tuple[str, tuple[int, ...]], ...]
     quantization: Quantization | None = None
+    offset: float = 0.0
+    factor: float = 1.0
 
     def nbytes(self, dtype: str) -> int:
         """Return the bytes of the input in an engine of this dtype, with scales and zero points."""
@@ -40,7 +42,7 @@ def weight_specs(model: ModelConfig, tp: int = 1) -> list[WeightSpec]:
     specs = [_single("embed", "model.embed_tokens.weight", (v, e))]
     for layer in range(model.num_layers):
         specs += _layer(model, layer, tp)
-    specs.append(_single("norm", "model.norm.weight", (e,)))
+    specs.append(_norm(model, "norm", "model.norm", e))
     if shares_head(model, tp) or not model.tie_embeddings:
         rows = v // tp if shares_head(model, tp) else v
         specs.append(WeightSpec("head", (rows, e), (("model.embed_tokens.weight" if model.tie_embeddings else "lm_head.weight", (v, e)),)))
@@ -79,15 +81,21 @@ def _layer(model: ModelConfig, layer: int, tp: int) -> Iterator[WeightSpec]:
     q, kv = model.num_q_heads * d, model.num_kv_heads * d
     ours, theirs = f"layers.{layer}", f"model.layers.{layer}"
     attention = [(f"{theirs}.self_attn.{name}_proj", rows) for name, rows in (("q", q * tp), ("k", kv * tp), ("v", kv * tp))]
-    yield _single(f"{ours}.attention_norm", f"{theirs}.input_layernorm.weight", (e,))
+    yield _norm(model, f"{ours}.attention_norm", f"{theirs}.input_layernorm", e)
     yield WeightSpec(f"{ours}.qkv", (q + 2 * kv, e), tuple((f"{name}.weight", (rows, e)) for name, rows in attention))
     if model.qkv_bias:
         yield WeightSpec(f"{ours}.qkv_bias", (1, q + 2 * kv), tuple((f"{name}.bias", (rows,)) for name, rows in attention))
     if model.qk_norm:
-        yield _single(f"{ours}.q_norm", f"{theirs}.self_attn.q_norm.weight", (d,))
-        yield _single(f"{ours}.k_norm", f"{theirs}.self_attn.k_norm.weight", (d,))
+        scale = (d / model.query_scalar) ** 0.5 if model.query_scalar else 1.0  # kernels divide scores by the root of D
+        yield replace(_norm(model, f"{ours}.q_norm", f"{theirs}.self_attn.q_norm", d), factor=scale)
+        yield _norm(model, f"{ours}.k_norm", f"{theirs}.self_attn.k_norm", d)
     yield WeightSpec(f"{ours}.o", (e, q), ((f"{theirs}.self_attn.o_proj.weight", (e, q * tp)),))
-    yield _single(f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm.weight", (e,))
+    if model.sandwich_norms:
+        yield _norm(model, f"{ours}.attention_out_norm", f"{theirs}.post_attention_layernorm", e)
+        yield _norm(model, f"{ours}.mlp_norm", f"{theirs}.pre_feedforward_layernorm", e)
+        yield _norm(model, f"{ours}.mlp_out_norm", f"{theirs}.post_feedforward_layernorm", e)
+    else:
+        yield _norm(model, f"{ours}.mlp_norm", f"{theirs}.post_attention_layernorm", e)
     gate_up = tuple((f"{theirs}.mlp.{name}_proj.weight", (f * tp, e)) for name in ("gate", "up"))
     yield WeightSpec(f"{ours}.gate_up", (2 * f, e), gate_up)
     yield WeightSpec(f"{ours}.down", (e, f), ((f"{theirs}.mlp.down_proj.weight", (e, f * tp)),))
@@ -95,3 +103,7 @@ def _layer(model: ModelConfig, layer: int, tp: int) -> Iterator[WeightSpec]:
 
 def _single(name: str, source: str, shape: tuple[int, ...]) -> WeightSpec:
     return WeightSpec(name, shape, ((source, shape),))
+
+
+def _norm(model: ModelConfig, name: str, module: str, width: int) -> WeightSpec:
+    return replace(_single(name, f"{module}.weight", (width,)), offset=model.norm_offset)

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, SerializeAsAny, ValidationError
 
 from trtkv.config import ModelConfig
 from trtkv.errors import ConfigError, PolicyConflict, UnknownName
-from trtkv.plan import BufferSpec, CachePlan, SelectPlan
+from trtkv.plan import BufferSpec, CachePlan, SelectPlan, SlidingPlan
 from trtkv.policies.base import CAPABILITIES, KINDS, Allocate, Evict, Offload, Prefill, Quantize, Retrieve, Role
 
 DEFAULT_PAGE_SIZE = 32
@@ -125,6 +125,7 @@ class Policy(BaseModel):
     def plan(self, model: ModelConfig) -> CachePlan:
         """Lower the policy for a model; raises ConfigError or PolicyConflict when it cannot work."""
         self.check()
+        whole, model = model, self._governed(model)
         every = tuple(range(model.num_layers))
         retrieve, quantize = self.retrieve, self.quantize
         page_size = lcm(_least_page(retrieve, quantize), retrieve.summary_group if retrieve else 1, quantize.key_group if quantize else 1)
@@ -153,6 +154,7 @@ class Policy(BaseModel):
             quantize=quantize.plan() if quantize else None,
             offload=self.offload.plan() if self.offload else None,
             prefill=self.prefill.plan() if self.prefill else None,
+            sliding=SlidingPlan(whole.sliding.window, whole.sliding.layers) if whole.sliding else None,
         )
         if self._mixes and made.quantize is not None:
             made = replace(made, quantize=replace(made.quantize, mixed=True), page_groups=every)
@@ -166,6 +168,16 @@ class Policy(BaseModel):
         beside = made.state_buffers if made.quantize is None else ()
         return replace(made, buffers=(*made.buffers, *beside), page_groups=groups)
 
+    def _governed(self, model: ModelConfig) -> ModelConfig:
+        """Return a model of those layers that the policy acts on; raises ConfigError for a policy that finds none."""
+        left = model.num_layers - len(model.sliding_layers)
+        if self.roles and model.sliding and not left:
+            raise ConfigError(
+                f"policy '{self.name}' finds no layer to act on: all of the model's attend through a window of {model.sliding.window} tokens",
+                "Take --policy full: no sequence stores more than the window.",
+            )
+        return model.model_copy(update={"num_layers": left, "sliding": None})
+
 
 def _least_page(retrieve: Retrieve | None, quantize: Quantize | None) -> int:
     """Let pages of the cache be the pages that a role chooses, where kernels take such pages; encoded ones hold more than a few tokens."""
@@ -176,12 +188,16 @@ def _least_page(retrieve: Retrieve | None, quantize: Quantize | None) -> int:
 
 
 def check_budget(name: str, role: Retrieve) -> None:
-    """Raise ConfigError unless the budget holds sink, window, forced units and one group."""
+    """Raise ConfigError unless the budget holds sink, window, forced units and one group, and the pages that these begin and end in."""
     least = role.sink + role.window + role.forced_tokens + role.summary_group
+    pages = -(-role.sink // role.unit) + 1 - (1 - role.window) // role.unit  # that every query reads, at most
+    if role.unit > 1:
+        least = max(least, role.unit * (pages - 1) + 1 + role.forced_tokens)
     if role.budget < least:
         forced = f" + forced {role.forced_tokens}" if role.forced_tokens else ""
+        whole = f", in whole pages of {role.unit}" if role.unit > 1 else ""
         raise ConfigError(
-            f"budget {role.budget} of '{name}' is below sink {role.sink} + window {role.window}{forced} + one group {role.summary_group}",
+            f"budget {role.budget} of '{name}' is below sink {role.sink} + window {role.window}{forced} + one group {role.summary_group}{whole}",
             f"Give at least --budget {least}.",
         )
 

@@ -36,8 +36,10 @@ class SavedPages:
         Raises ConfigError where the policy moves tokens after they are stored, or the directory cannot be written.
         """
         plan = cache.plan
-        if not plan.in_pages or plan.evict is not None or cache.parts > 1:
-            why = "shares its KV heads out over several GPUs" if cache.parts > 1 else "evicts or encodes tokens, so its pages belong to one prompt"
+        if not plan.shares_pages or cache.parts > 1:
+            why = "evicts or encodes tokens, so its pages belong to one prompt"
+            why = "has layers whose window leaves earlier tokens behind" if plan.sliding else why
+            why = "shares its KV heads out over several GPUs" if cache.parts > 1 else why
             raise ConfigError(f"prompts cannot be saved with policy '{plan.policy}': the engine {why}", "Leave --kv-disk out.")
         self._cache, self._directory, self._identity = cache, directory, identity
         self.loaded = self.saved = self.damaged = 0

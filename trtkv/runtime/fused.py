@@ -53,6 +53,12 @@ def silu_product(gate_up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate).mul_(up)
 
 
+def gelu_product(gate_up: Tensor) -> Tensor:
+    """Return gelu(gate) * up, by the hyperbolic tangent's form, of gate and up side by side [T, 2 F]: [T, F]."""
+    gate, up = gate_up.chunk(2, -1)
+    return torch.nn.functional.gelu(gate, approximate="tanh").mul_(up)
+
+
 def linear(x: Tensor, weight: Bound, bias: Weight | None) -> Tensor:
     """Return x [T, in] times the weight transposed, plus bias: [T, out]."""
     return product(x, None, None, weight, bias)[0]

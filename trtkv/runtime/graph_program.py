@@ -139,10 +139,14 @@ def _rms_norm(node: Node, readers: dict[str, list[Node]], constants: dict[str, T
 
 
 def _swiglu(node: Node, readers: dict[str, list[Node]]) -> tuple[Node, set[str]] | None:
-    """Match Split into gate and up, silu(gate) * up."""
+    """Match Split into gate and up, silu(gate) * up or gelu(gate) * up."""
     if node.kind != "Split":
         return None
     gate, up = node.attributes["outputs"]
+    gelu = next((reader for reader in readers[gate] if reader.kind == "Gelu"), None)
+    if gelu is not None:
+        last = readers[gelu.output][0]
+        return Node("GeGlu", node.inputs, last.output), {node.output, gelu.output, last.output}
     sigmoid = next((reader for reader in readers[gate] if reader.kind == "Sigmoid"), None)
     if sigmoid is None:
         return None
@@ -230,5 +234,7 @@ TORCH_OPS: dict[str, Callable[[Node, list[Any]], Any]] = {
     "RmsNorm": lambda node, args: fused.rms_norm(args[0], args[1], node.attributes["eps"]),
     "AddRmsNorm": lambda node, args: fused.add_rms_norm(args[0], args[1], args[2], node.attributes["eps"]),
     "SwiGlu": lambda node, args: fused.silu_product(args[0]),
+    "GeGlu": lambda node, args: fused.gelu_product(args[0]),
+    "Mul": lambda node, args: args[0] * args[1],
     "Delta": lambda node, args: fused.add_delta(*args),
 }

@@ -59,7 +59,7 @@ class GrowingScheduler(Scheduler):
             return self._resume(one)
         if one.parcel is not None:
             return self._receive(one, one.parcel)
-        shared = self.pages.share(self._shareable(one)) if self.plan.in_pages else []
+        shared = self.pages.share(self._shareable(one)) if self.plan.shares_pages else []
         need = self._pages_to_begin(one) - len(shared)
         # One free page for every running sequence, or the newest would soon be preempted.
         if not self._room(need + (len(self.running) if self.plan.in_pages else 0), one):
@@ -69,14 +69,14 @@ class GrowingScheduler(Scheduler):
         self._claim(one.pages, one.slot)
         one.offered = self._load(one, len(shared))
         one.seen = one.reused = one.offered * self.plan.page_size
-        if one.began_s is None and self.plan.in_pages:
+        if one.began_s is None and self.plan.shares_pages:
             self.prefix_queries += one.num_prompt
             self.prefix_hits += one.reused
         return True
 
     def _receive(self, one: Running, parcel: Parcel) -> bool:
         """Begin a sequence whose prompt another engine has read, if there is room; it begins with pages of its beginning that are here."""
-        shared = self.pages.share(self._keys(one, one.num_prompt // self.plan.page_size)) if self.plan.in_pages else []
+        shared = self.pages.share(self._keys(one, one.num_prompt // self.plan.page_size)) if self.plan.shares_pages else []
         need = self._pages_to_begin(one) - len(shared)
         if not self._room(need + (len(self.running) if self.plan.in_pages else 0), one):
             self.pages.give(shared)
@@ -140,7 +140,7 @@ class GrowingScheduler(Scheduler):
     def _publish(self, one: Running) -> None:
         """Offer a sequence's full pages to others."""
         full = min(one.seen, self._lasting(one)) // self.plan.page_size
-        if self.plan.in_pages and full > one.offered:
+        if self.plan.shares_pages and full > one.offered:
             self._offer(one, full, one.offered)
             self._save(one, one.offered, full)
             one.offered = full
@@ -164,7 +164,7 @@ class GrowingScheduler(Scheduler):
 
     def _waits(self, one: Running) -> bool:
         """Say whether a running prompt is about to publish the first page that a waiting one does not find."""
-        if not self.plan.in_pages or one.left is not None or one.parcel is not None:
+        if not self.plan.shares_pages or one.left is not None or one.parcel is not None:
             return False
         keys = self._shareable(one)
         known = self.pages.known(keys)

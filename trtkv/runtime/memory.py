@@ -41,9 +41,12 @@ def claimed_chunk(limits: Limits) -> int:
 
 
 def captured_bytes(plan: CachePlan, limits: Limits, device: torch.device, *, adapters: bool = False) -> int:
-    """Return the bytes that captured steps of all batch sizes take, those that select, and that take adapters, beside those that do not."""
+    """Return the bytes that captured steps of all batch sizes take, those that select, and that take adapters, beside those that do not.
+
+    Steps of TensorRT's also share the memory of their plan (`LoadedPlan.memory_bytes`).
+    """
     steps = limits.max_batch_size * (2 if any(plan.select) else 1) * (2 if adapters else 1)
-    return steps * plan.num_layers * CAPTURED_BYTES if device.type == "cuda" else 0
+    return steps * plan.all_layers * CAPTURED_BYTES if device.type == "cuda" else 0
 
 
 def scratch_bytes(count: ByteCount, limits: Limits, device: torch.device) -> int:
@@ -53,7 +56,7 @@ def scratch_bytes(count: ByteCount, limits: Limits, device: torch.device) -> int
 
 def beside_bytes(count: ByteCount, limits: Limits) -> int:
     """Return the bytes that all slots take beside their pages; where tokens are encoded, with a prompt that is being read."""
-    slots = limits.max_batch_size * count.slot
+    slots = limits.max_batch_size * (count.slot + count.plan.ring_bytes())
     if count.form is None:
         return slots
     chunk = limits.max_chunk_tokens if count.plan.evict is None else claimed_chunk(limits)

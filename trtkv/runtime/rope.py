@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from trtkv.config import Rope
+from plugins.nodes import LOCAL_ROPE
+from trtkv.config import ModelConfig, Rope
 
 
 def rope_table(rope: Rope, head_dim: int, max_seq_len: int) -> Tensor:
@@ -15,6 +16,14 @@ def rope_table(rope: Rope, head_dim: int, max_seq_len: int) -> Tensor:
     frequencies, factor = _frequencies(rope, head_dim)
     angles = torch.arange(max_seq_len, dtype=torch.float32)[:, None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], 1) * factor
+
+
+def rope_tables(model: ModelConfig, max_seq_len: int) -> dict[str, Tensor]:
+    """Return the tables that a model's graph takes, by the names of its inputs: a second one where sliding layers rotate otherwise."""
+    found = {"rope": rope_table(model.rope, model.head_dim, max_seq_len)}
+    if model.sliding and model.sliding.rope:
+        found[LOCAL_ROPE] = rope_table(model.sliding.rope, model.head_dim, max_seq_len)
+    return found
 
 
 def _frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:

@@ -9,7 +9,10 @@ from trtkv.quantized.encoding import Quantization
 
 
 class Source(Protocol):
-    """A graph input: its name and shape, the checkpoint tensors that it is stacked from with their shapes, and how it is quantized, if it is."""
+    """A graph input: its name and shape, the checkpoint tensors that it is stacked from with their shapes, and how it is quantized, if it is.
+
+    It is (tensors + offset) * factor, which of quantized ones is the tensors.
+    """
 
     @property
     def name(self) -> str: ...  # noqa: D102
@@ -19,6 +22,10 @@ class Source(Protocol):
     def sources(self) -> tuple[tuple[str, tuple[int, ...]], ...]: ...  # noqa: D102
     @property
     def quantization(self) -> Quantization | None: ...  # noqa: D102
+    @property
+    def offset(self) -> float: ...  # noqa: D102
+    @property
+    def factor(self) -> float: ...  # noqa: D102
     def nbytes(self, dtype: str) -> int: ...  # noqa: D102
 
 

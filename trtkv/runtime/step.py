@@ -7,7 +7,7 @@ fills the engine's inputs, and runs the graph once. Decode is the case of one ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -49,11 +49,11 @@ class Stepper:
     _vocab = 0
     _launched: tuple[Tensor, Sequence[Choice], list[int], Chosen] | None = None  # the last step, where rows of it are chosen again
 
-    def __init__(self, executor: Executor, cache: Cache, limits: Limits, rope: Tensor) -> None:
-        """Take an executor and its cache; rope is `rope_table`'s result."""
+    def __init__(self, executor: Executor, cache: Cache, limits: Limits, ropes: Mapping[str, Tensor]) -> None:
+        """Take an executor and its cache; ropes is `rope_tables`' result."""
         self.executor, self.cache, self.limits = executor, cache, limits
-        self.rope = rope.to(cache.device)
-        self._fixed = {"rope": self.rope, "state": cache.address_table()}
+        self.ropes = {name: table.to(cache.device) for name, table in ropes.items()}
+        self._fixed = {**self.ropes, "state": cache.address_table()}
         self._width = cache.plan.pages(limits.max_seq_len)
         self._graphs = DecodeGraphs(executor, cache, self._width, self._fixed) if executor.capturable else None
 

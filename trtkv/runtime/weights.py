@@ -47,7 +47,7 @@ def map_weights(
             done += sum(one.nbytes for one in tensors)
             cuts = [share(tuple(one.shape), spec.shape, len(tensors), part) for one in tensors]
             shares = [one[rows] if columns is None else one[rows, columns].contiguous() for one, (rows, columns) in zip(tensors, cuts, strict=True)]
-            weights[spec.name] = _bind(shares, spec.shape, dtype)
+            weights[spec.name] = _bind([_shifted(one, spec) for one in shares], spec.shape, dtype)
         report(min(done, total), total)
     return weights
 
@@ -76,7 +76,16 @@ def upload_weights(
     upload(sorted(pieces, key=lambda one: (one.file, one.start)), device, report)
     for one in uploads:
         one.finish()
+    for spec in specs:
+        bound = weights[spec.name]
+        if isinstance(bound, Weight) and (shifted := _shifted(bound.whole, spec)) is not bound.whole:
+            bound.whole.copy_(shifted)
     return weights
+
+
+def _shifted(tensor: Tensor, spec: Source) -> Tensor:
+    """Return (tensor + offset) * factor in fp32, or the tensor itself where that changes nothing."""
+    return tensor if (spec.offset, spec.factor) == (0.0, 1.0) else (tensor.float() + spec.offset) * spec.factor
 
 
 def _pieces(checkpoint: Checkpoint, spec: Source, flat: Tensor, part: tuple[int, int]) -> Iterator[Piece]:

@@ -67,7 +67,7 @@ class ReferenceCache(CountedCache):
             cache = self.find(layer, row.slot)
             out[rows].unflatten(1, query.shape[1:]).copy_(cache.attend(query))
             if row.answers:
-                self.read_tokens += cache.read_tokens / self.plan.num_layers
+                self.read_tokens += cache.read_tokens / self.plan.all_layers
 
     @property
     def reads_what_is_stored(self) -> bool:
@@ -124,7 +124,8 @@ class ReferenceCache(CountedCache):
 
     def slot_rows(self, slot: int) -> list[Tensor]:
         """List all tensors of a slot's sequence."""
-        return [one for layer in self._slots[slot] for one in moved.tensors(layer).values()]
+        found = [one for layer in self._slots[slot] for one in moved.tensors(layer).values()]
+        return found + [one[slot] for one in self.window_buffers()]
 
     def page_pieces(self, pages: Sequence[PageList], held: Sequence[int] | Ints) -> list[Piece]:
         """Nothing lies in pages."""

@@ -36,7 +36,7 @@ class PageEvents:
 def shared_pages(engine: Engine) -> PageAllocator | None:
     """Return what allocates an engine's pages where sequences share them, None where a policy's pages are one sequence's own."""
     plan, pages = engine.cache.plan, engine.pages
-    return pages if isinstance(pages, PageAllocator) and plan.in_pages and plan.evict is None else None
+    return pages if isinstance(pages, PageAllocator) and plan.shares_pages else None
 
 
 def block_hash(key: Key) -> int:

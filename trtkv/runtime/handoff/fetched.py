@@ -85,7 +85,7 @@ class Fetched:
         scheduler, plan = self._scheduler, self._cache.plan
         if not self._free.alive:  # closed meanwhile
             return 0
-        if isinstance(scheduler, GrowingScheduler) and plan.in_pages:
+        if isinstance(scheduler, GrowingScheduler) and plan.shares_pages:
             self._holding.shared = scheduler.pages.share(page_keys(self.prompt, plan.page_size, len(self.prompt) // plan.page_size, root=self.root))
             if self._holding.shared:
                 scheduler.parcels.add(self)

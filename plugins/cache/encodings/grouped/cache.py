@@ -118,6 +118,7 @@ class GroupedCache(CountedCache):
 
     def wait_for_comparison(self) -> None:
         """Leave complete prompts as they are until the step has been compared."""
+        super().wait_for_comparison()
         self.store.keep_prompts = True
 
     def release(self, slot: int) -> None:

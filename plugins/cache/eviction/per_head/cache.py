@@ -48,7 +48,7 @@ class HeadCache(Cache):
         """Return the pages of all heads of each sequence."""
         return [[HeadPages.of(one, self.plan.num_page_groups) for one in pages]]
 
-    def begin_step(
+    def _begin(
         self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], pages: Sequence[Sequence[PageList]], prompts: Sequence[int]
     ) -> None:
         """Announce a step; pages[0] are the sequences' `HeadPages`."""

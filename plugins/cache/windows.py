@@ -1,0 +1,157 @@
+"""Layers that attend through a sliding window: a ring of the newest tokens for each slot, whatever policy acts on the other layers.
+
+A token lies at its position modulo the window, so the newest takes the place of the one that has left it. Keys are rotated before they are stored, so
+one token's query reads the ring as it lies. A chunk of a prompt attends to itself and to what the ring held before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from plugins.append import launch as launch_append
+from plugins.append.arguments import NewTokens, Target
+from plugins.append.rotate import rotate
+from plugins.attend import launch_dense
+from plugins.attend.in_torch import decode
+from plugins.cache.batch import Row, StepGroup
+from plugins.config import OpConfig
+from plugins.device.driver import multiprocessors
+from plugins.device.dtypes import TORCH_DTYPES
+from trtkv.plan import CachePlan, SlidingPlan
+
+RunsKernels: TypeAlias = Callable[[OpConfig, torch.dtype], bool]
+LEAST_QUERIES = 256  # of a chunk that attend at once, or as many as the window has
+
+
+class Windows:
+    """The rings of all slots: keys and values [Z, Hk, W, D] of every sliding layer, W rounded up to a multiple of 16."""
+
+    def __init__(self, plan: CachePlan, sliding: SlidingPlan, num_slots: int, device: torch.device, runs_kernels: RunsKernels) -> None:
+        """Allocate the rings of a plan's sliding layers; runs_kernels is the cache's."""
+        self.plan, self.window, self.device, self._runs_kernels = plan, sliding.window, device, runs_kernels
+        shape = (num_slots, plan.num_kv_heads, sliding.room, plan.head_dim)
+        dtype = TORCH_DTYPES[plan.kv_dtype]
+        self._rings = [(torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)) for _ in sliding.layers]
+        self.compared = False  # whether chunks are kept until the step has been compared with the definition
+        self._chunks: dict[tuple[int, int], list[Tensor]] = {}
+        self._scratch: dict[int, tuple[Tensor, Tensor]] = {}
+        self._step = StepGroup([], sliding.room, device)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """All rings, whose rows are slots."""
+        return [one for ring in self._rings for one in ring]
+
+    def step(self, layer: int) -> StepGroup:
+        """Return the announced step."""
+        return self._step
+
+    def begin_step(self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], prompts: Sequence[int]) -> None:
+        """Announce a step, as `Cache.begin_step` does."""
+        rows, start = [], 0
+        for count, total, slot, prompt in zip(new, seen, slots, prompts, strict=True):
+            rows.append(Row(start, count, total, slot, (slot,), self._step.page_size, self.device, prompt))
+            start += count
+        self._step = StepGroup(rows, self._step.page_size, self.device)
+        self._chunks.clear()
+
+    def tokens_read(self) -> int:
+        """Return the tokens that the announced step's decode queries read in a layer."""
+        return sum(min(row.seen, self.window) for row in self._step.rows if row.answers)
+
+    def append(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+        """Rotate and store the step's new tokens; inputs and result as the node's."""
+        ring, step = self._ring(layer), self._step
+        if self._by_kernels(config, inputs[0].dtype):
+            ends = step.once("ends", lambda: (inputs[3] - 1) % self.window + 1)
+            norms = (inputs[9], inputs[10]) if len(inputs) > 9 else None
+            new = NewTokens(inputs[0], inputs[1], inputs[2], inputs[7], norms, config.rms_eps)
+            launch_append.launch(new, Target(*ring, ends, inputs[5].unsqueeze(1)), launch_append.NOTHING, out, longest=1)
+            return
+        made = rotate(step, config, inputs, out)
+        for b, row in enumerate(step.rows):
+            before, rows = row.seen - row.new, slice(row.start, row.start + row.new)
+            own = [one[rows].transpose(0, 1) for one in made]
+            if row.new > 1:
+                known = self._places(max(0, before - self.window + 1), before)
+                self._chunks[layer, b] = [torch.cat([one[row.slot][:, known], more], 1) for one, more in zip(ring, own, strict=True)]
+            places = self._places(max(before, row.seen - self.window), row.seen)
+            for one, more in zip(ring, own, strict=True):
+                one[row.slot][:, places] = more[:, row.new - len(places) :]
+
+    def attend(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+        """Attend to the newest tokens: query i of a sequence's n new ones sees those of the window that ends with its own."""
+        query, ring = inputs[0], self._ring(layer)
+        if self._by_kernels(config, query.dtype):
+            lens = self._step.once("lens", lambda: inputs[2].clamp(max=self.window))
+            scratch = self._dense_scratch(config, len(lens))
+            launch_dense.attend_dense(query, *ring, inputs[4].unsqueeze(1), lens, out, scratch, scale=config.scale)
+            return
+        for b, row in enumerate(self._step.rows):
+            rows = slice(row.start, row.start + row.new)
+            own = query[rows].unflatten(1, (config.num_q_heads, config.head_dim))
+            if row.new == 1:
+                keys, values = self._stored(layer, row)
+                out[row.start].unflatten(0, own.shape[1:]).copy_(decode(own[0], keys, values, config))
+            else:
+                keys, values = self._chunks[layer, b] if self.compared else self._chunks.pop((layer, b))
+                out[rows].unflatten(1, own.shape[1:]).copy_(self._attend_chunk(own, keys, values, config.scale))
+
+    def forget_shared(self) -> None:
+        """Forget what layers of the announced step have shared."""
+        self._step.shared.clear()
+
+    # Comparison with the definition
+
+    def newest(self, layer: int, row: Row, places: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return keys and values [Hk, D] of a sequence's tokens, counted from its end (1 is the newest), that are still in the ring."""
+        keys, values = (one[row.slot] for one in self._ring(layer))
+        found = {place: (row.seen - place) % self.window for place in places if place <= min(row.seen, self.window)}
+        return {place: (keys[:, token], values[:, token]) for place, token in found.items()}
+
+    def attended(self, layer: int, b: int, row: Row, newer: int, chosen: list[list[int]] | None = None) -> list[tuple[Tensor, Tensor]]:
+        """Return the keys and values [K, D] that each query head of a query with `newer` newer tokens attends to; nothing is chosen."""
+        keys, values = self._stored(layer, row) if row.new == 1 else self._chunks[layer, b]
+        end = keys.shape[1] - newer
+        seen, group = slice(max(0, end - self.window), end), self.plan.num_q_heads // self.plan.num_kv_heads
+        return [(keys[head // group, seen], values[head // group, seen]) for head in range(self.plan.num_q_heads)]
+
+    def _ring(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._rings[layer - self.plan.num_layers]
+
+    def _stored(self, layer: int, row: Row) -> tuple[Tensor, Tensor]:
+        """Return the keys and values [Hk, S, D] in a sequence's ring, in the order of the ring."""
+        keys, values = (one[row.slot][:, : min(row.seen, self.window)] for one in self._ring(layer))
+        return keys, values
+
+    def _places(self, start: int, end: int) -> Tensor:
+        """Return where the tokens at these positions lie."""
+        return self._step.once((start, end), lambda: torch.arange(start, end, device=self.device) % self.window)
+
+    def _attend_chunk(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """Attend query [n, Hq, D], the newest n tokens, to keys and values [Hk, S, D] through the window, some queries at once: [n, Hq, D]."""
+        parts, known = [], keys.shape[1] - len(query)
+        for own in query.split(max(LEAST_QUERIES, self.window)):
+            first, end = max(0, known - self.window + 1), known + len(own)
+            ends = torch.arange(known, end, device=query.device)[:, None]
+            tokens = torch.arange(first, end, device=query.device)
+            part = (own.transpose(0, 1)[None], keys[None, :, first:end], values[None, :, first:end])
+            mask = (tokens <= ends) & (tokens > ends - self.window)
+            parts.append(scaled_dot_product_attention(*part, attn_mask=mask, scale=scale, enable_gqa=True)[0].transpose(0, 1))
+            known = end
+        return torch.cat(parts)
+
+    def _by_kernels(self, config: OpConfig, dtype: torch.dtype) -> bool:
+        """Whether the announced step runs as kernels: every sequence has one new token."""
+        return self._step.decoding and self._runs_kernels(config, dtype)
+
+    def _dense_scratch(self, config: OpConfig, batch: int) -> tuple[Tensor, Tensor]:
+        if batch not in self._scratch:
+            plan = launch_dense.DenseScratch.plan(config.num_q_heads // config.num_kv_heads, config.head_dim, multiprocessors(self.device))
+            self._scratch[batch] = plan.allocate(self.device)
+        return self._scratch[batch]
