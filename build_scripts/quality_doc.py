@@ -274,9 +274,9 @@ def weights(folder: Path) -> str:
     ]
     return f"""## Quantized weights beside compressed caches
 
-Perplexity on {one["figures"]["tokens"]:.0f} tokens of the same documentation (standard error of their mean loss {one["figures"]["nll_error"]:.2f}
+Perplexity on {one["figures"]["tokens"]:.0f} tokens (standard error of their mean loss {one["figures"]["nll_error"]:.2f}
 nats) and pass keys found of {passed["samples"]}, question seen, at {one["length"]:,} tokens; `fier` at 11%. Weights by
-`trtkv quantize`, int4 calibrated on 256 tokens; activations in float32 on a CPU, commit {commits(rows)}.
+`trtkv quantize`, int4 calibrated on 256 tokens, activations float32, CPU, commit {commits(rows)}.
 `build_scripts/quality_weights.py`, `engines/quality-weights.jsonl`.
 
 {table(["weights", *(f"`{policy}`" for policy in policies)], shown)}"""
