@@ -218,7 +218,7 @@ def test_a_file_is_read_once_and_is_a_model_afterwards(tmp_path: Path, capsys: C
     tiny = write_gguf(tmp_path / "some.gguf", kinds=mixed, **SIZE)
     line = complaint(capsys, "build", "--model", tiny.file, "--out", tmp_path / "engine", "--backend", "none")
     assert f"Run trtkv pull {tiny.file}" in line
-    for command in (("pull", tmp_path / "no.gguf"), ("plan", "--model", tmp_path / "no.gguf")):
+    for command in (("pull", tmp_path / "no.gguf"), ("plan", "--model", tmp_path / "no.gguf", "--context", "100")):
         assert "no.gguf' does not exist" in complaint(capsys, *command)
     assert call("pull", tiny.file) == 0
     path = Path(capsys.readouterr().out.strip())
