@@ -91,14 +91,22 @@ class Footprint:
             lengths[self.plan.num_layers :] = self.lengths(self.layers(prompt))[self.plan.num_layers :]
         return max(reserved, count.reserved(lengths) + rings)
 
+    def tokens_stored(self, prompt: int) -> float:
+        """Return the tokens that are stored after a prompt, mean over layers and KV heads."""
+        return self._mean([sum(own.lengths) / len(own.lengths) for own in self.layers(prompt)], prompt)
+
     def tokens_read(self, prompt: int) -> float:
         """Return the tokens whose keys and values a decode step reads, mean over layers and KV heads."""
-        read = 0.0
+        read = []
         for own, select in zip(self.layers(prompt), self.plan.select, strict=True):
             mean = sum(own.lengths) / len(own.lengths)
-            read += min(mean, select.budget) if select else mean
+            read.append(min(mean, select.budget) if select else mean)
+        return self._mean(read, prompt)
+
+    def _mean(self, tokens: Sequence[float], prompt: int) -> float:
+        """Return the mean over all layers of tokens of the policy's and the window of the others."""
         window = min(prompt, self.plan.sliding.window) if self.plan.sliding else 0
-        return (read + window * (self.plan.all_layers - self.plan.num_layers)) / self.plan.all_layers
+        return (sum(tokens) + window * (self.plan.all_layers - self.plan.num_layers)) / self.plan.all_layers
 
     def lengths(self, layers: Sequence[Stored]) -> list[int]:
         """Return the tokens of each row of the count."""

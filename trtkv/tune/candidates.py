@@ -75,11 +75,10 @@ def cost_of(model: ModelConfig, policy: Policy, context: int, batch: int) -> Cos
     read, tokens = stored, float(found["tokens_read_per_step"])
     if policy.retrieve is not None:
         plan = one.plan
-        sparse = tuple(layer for layer in range(model.num_layers) if plan.select[layer] is not None)
+        sparse = tuple(layer for layer in range(plan.num_layers) if plan.select[layer] is not None)
         specs = policy.retrieve.buffers(model, plan.page_size, sparse)
         summaries = min(stored, sum(spec.row_bytes * len(spec.layers) * context // plan.page_size for spec in specs if spec.paged))
-        held = sum(sum(layer.lengths) / len(layer.lengths) for layer in one.layers(context)) / model.num_layers
-        read = summaries + round((stored - summaries) * min(1.0, tokens / held))
+        read = summaries + round((stored - summaries) * min(1.0, tokens / one.tokens_stored(context)))
     # A step reads the embedding's rows of its own tokens alone, unless the head is made of the same table.
     embedding = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size * DTYPE_BYTES[model.dtype]
     return Cost(int(found["reserved_bytes"]), weights + int(found["peak_bytes"]), weights - embedding + batch * read, tokens)
