@@ -353,6 +353,14 @@ class CachePlan:
         """Say whether a layer, by its number here, attends through a sliding window."""
         return layer >= self.num_layers
 
+    @property
+    def ring_buffers(self) -> tuple[BufferSpec, ...]:
+        """What rings of sliding layers are, by the model's layers."""
+        if self.sliding is None:
+            return ()
+        shape = ("Z", self.num_kv_heads, self.sliding.room, self.head_dim)
+        return tuple(BufferSpec(f"window_{part}", shape, "Z Hk W D", self.kv_dtype, self.sliding.layers) for part in ("keys", "values"))
+
     def ring_bytes(self, seen: int | None = None) -> int:
         """Return the bytes of what sliding layers store of a sequence that has seen so many tokens, or of the rings of a slot."""
         if self.sliding is None:
