@@ -1,4 +1,4 @@
-"""Retrieves a pass key from a document of 2,000 tokens, once with the whole KV cache and once with FIER, and prints what each cost."""
+"""Asks engines for a pass key in a document of 2,000 tokens, with the whole KV cache and with a compressed one, and prints what each cost."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Writes what a program without Python binds to an engine: its weights and its rotary table, one after the other in the order of the plan's inputs.
 
-python build_scripts/native_inputs.py ENGINE FILE, from the top of the tree; plugins/tensorrt/native/example/decode.cpp reads it.
+python build_scripts/native_inputs.py ENGINE FILE [PART], from the top of the tree; plugins/tensorrt/native/example/decode.cpp reads it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from trtkv.runtime.weight import Weight
 from trtkv.runtime.weights import map_weights
 
 
-def write(directory: Path, out: Path) -> int:
-    """Write the file; returns its bytes."""
+def write(directory: Path, out: Path, part: int = 0) -> int:
+    """Write the file, of an engine of several parts that of one; returns its bytes."""
     manifest = read_manifest(directory)
     model, checkpoint = manifest.model, Checkpoint(checkpoint_path(manifest, None))
-    found = map_weights(checkpoint, manifest.weights, TORCH_DTYPES[model.dtype], torch.device("cpu"), lambda done, total: None)
+    given = (checkpoint, manifest.weights, TORCH_DTYPES[model.dtype], torch.device("cpu"), lambda done, total: None)
+    found = map_weights(*given, (part, manifest.tp))
     found["rope"] = Weight((rope_table(model.rope, model.head_dim, manifest.limits.max_seq_len),))
     with out.open("wb") as file:
         for one in onnx.load(str(directory / GRAPH)).graph.input:
@@ -39,6 +40,6 @@ def data(tensor: Tensor) -> bytes:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("usage: native_inputs.py ENGINE FILE")
-    print(write(Path(sys.argv[1]), Path(sys.argv[2])), "bytes")
+    if len(sys.argv) not in (3, 4):
+        sys.exit("usage: native_inputs.py ENGINE FILE [PART]")
+    print(write(Path(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:])), "bytes")

@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = Path(__file__).with_name("smoke_parts.py")
-PARTS = ("machine", "build", "verify", "first opening", "second opening", "executors", "offload", "steps", "native")
+PARTS = ("machine", "build", "verify", "first opening", "second opening", "executors", "offload", "steps", "native", "own layers")
 MOST_SECONDS = 1800.0  # of a part
 TELLING = ("Error", "error", "Fatal", "abort", "terminate")
 Found = dict[str, dict[str, Any]]

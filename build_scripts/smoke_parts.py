@@ -198,9 +198,25 @@ def native(folder: Path) -> Answer:
     return facts | {"output": done.stdout.strip().splitlines()[-12:]}
 
 
+def own_layers(folder: Path) -> Answer:
+    """Compare logits of TensorRT's own attention, and of pages that it selects, with both executors', and time the steps."""
+    if device().type != "cuda":
+        raise Skipped("there is no CUDA device")
+    if not available():
+        raise Skipped("no TensorRT is installed")
+    facts: Answer = {}
+    for words in (["full"], ["quest", "--set", "retrieve.budget=512"]):
+        command = [sys.executable, "-m", "tests.gpu.check_native_attention", MODEL, "--tokens", str(CONTEXT), "--policy", *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise Wrong(f"{words[0]}: {(done.stdout + done.stderr).strip()[-800:]}")
+        facts[words[0]] = done.stdout.strip().splitlines()[-6:]
+    return facts
+
+
 PARTS: dict[str, Callable[[Path], Answer]] = {
     "machine": machine, "build": built, "verify": verified, "first opening": opened, "second opening": opened, "executors": compared,
-    "offload": offloaded, "steps": stepped, "native": native,
+    "offload": offloaded, "steps": stepped, "native": native, "own layers": own_layers,
 }  # fmt: skip
 
 

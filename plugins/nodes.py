@@ -91,8 +91,9 @@ ATTEND = OpFace(
     shape=lambda inputs, config: (inputs[0][0], config.num_q_heads * config.head_dim),
     run=lambda cache, layer, *given: cache.of(layer).attend(layer, *given),
 )
-ALL_REDUCE = OpFace("AllReduce", ("x",), (), False, lambda inputs, config: tuple(inputs[0]), _reduce)
+# The native library finds its communicator in `state`; in Python it is the cache's.
+ALL_REDUCE = OpFace("AllReduce", ("x", "state"), (), False, lambda inputs, config: tuple(inputs[0]), _reduce)
 # `parts` holds nothing: its length, a constant, says of how many GPUs.
-ALL_GATHER = OpFace("AllGather", ("x", "parts"), (), False, lambda inputs, config: (inputs[0][0], inputs[0][1] * inputs[1][0]), _gather)
+ALL_GATHER = OpFace("AllGather", ("x", "parts", "state"), (), False, lambda inputs, config: (inputs[0][0], inputs[0][1] * inputs[1][0]), _gather)
 
 FACES: dict[str, OpFace] = {face.name: face for face in (APPEND, SELECT, ATTEND, ALL_REDUCE, ALL_GATHER)}

@@ -395,8 +395,8 @@ class CachePlan:
 
     @property
     def num_addresses(self) -> int:
-        """Entries of the `state` input (A): the plan's number, then one for every buffer of every layer, and room."""
-        return 1 + -(-len(self.buffers) // ADDRESSES) * ADDRESSES * self.num_layers
+        """Entries of the `state` input (A): the plan's number, one for every buffer of every layer, and room, whose last is for a communicator."""
+        return 1 + -(-(len(self.buffers) + 1) // ADDRESSES) * ADDRESSES * self.num_layers
 
     @property
     def number(self) -> int:

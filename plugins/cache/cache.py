@@ -58,6 +58,7 @@ class Cache(ABC):
         self.buffers: dict[str, list[Tensor | None]] = {}
         self.read_tokens = 0.0
         self.parts = 1
+        self.no_budget: str | None = None  # why requests cannot lower what a plan whose layers select reads
         self.always_selects = False  # whether steps of short sequences select as well, which changes no answer
         self.keeps_inputs = False  # whether a node's inputs stay as they are while references to them exist
         self.on_release: Callable[[int], None] | None = None
@@ -203,7 +204,7 @@ class Cache(ABC):
         """Say why a request cannot lower its budget, None where it can."""
         if not any(self.plan.select):
             return f"policy '{self.plan.policy}' has no budget that a request could lower"
-        return "this engine stores pages on the host and recalls as many for all" if self.tier.recalls else None
+        return "this engine stores pages on the host and recalls as many for all" if self.tier.recalls else self.no_budget
 
     # Bytes and tokens
 

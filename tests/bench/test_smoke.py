@@ -130,7 +130,7 @@ def test_a_part_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
 
 @needs_no_gpu
 def test_the_parts_skip_what_this_machine_cannot_do(parts: ModuleType, tiny_llama: TinyModel, tmp_path: Path) -> None:
-    found = {name: parts.run(name, tmp_path) for name in ("executors", "offload", "steps", "native")}
+    found = {name: parts.run(name, tmp_path) for name in ("executors", "offload", "steps", "native", "own layers")}
     assert {one["status"] for one in found.values()} == {"skipped"}
     assert found["executors"]["message"] == "the engine 'full' was not built"
     build(str(tiny_llama.path), "full", out=tmp_path / "full", backend="none", max_seq_len=256)

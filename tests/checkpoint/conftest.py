@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,23 +43,59 @@ def write_config(path: Path, **changes: object) -> Path:
 
 @dataclass(frozen=True)
 class TinyGguf:
-    """A GGUF file with the Hugging Face weights that it was made from."""
+    """A GGUF file with the Hugging Face weights that it was made from, of quantized ones what they mean."""
 
     file: Path
     weights: dict[str, np.ndarray]
 
 
-def write_gguf(file: Path, *, arch: str = "llama", pre: str = "smollm", extra: str | None = None) -> TinyGguf:
-    """Write a small llama as llama.cpp does: q and k rows interleaved, byte-level BPE, digits split."""
+def blocks(kind: str, shape: tuple[int, int], random: np.random.Generator) -> np.ndarray:
+    """Return random rows of blocks [out, bytes] whose values are small."""
+    of, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    raw = random.integers(0, 256, (shape[0], shape[1] // of, size), dtype=np.uint8)
+    floats = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}.get(
+        kind, (0,)
+    )
+    for place in floats:
+        values = random.standard_normal(raw.shape[:2]).astype(np.float16) * np.float16(0.02 if kind in ("Q4_0", "Q4_1", "Q5_0") else 0.002)
+        raw[..., place : place + 2] = values[..., None].view(np.uint8)
+    return raw.reshape(shape[0], -1)
+
+
+# As llama.cpp's Q4_K_M: the other type in every second layer, for values and the layer down, and a tied embedding.
+MIXED = {"v_proj": "Q6_K", "down_proj": "Q6_K", "embed_tokens": "Q6_K"}
+
+
+def mixed(name: str) -> str:
+    """Name the type of a matrix in a file of two types; layer 1 is of one type but for its output projection."""
+    module = name.split(".")[-2]
+    if "layers.1" in name:
+        return "Q8_0" if module == "o_proj" else "Q4_K"
+    return MIXED.get(module, "Q4_K")
+
+
+def write_gguf(
+    file: Path,
+    *,
+    arch: str = "llama",
+    pre: str = "smollm",
+    extra: str | None = None,
+    kinds: Callable[[str], str | None] = lambda name: None,
+    sizes: tuple[int, int] = (64, 96),
+    heads: tuple[int, int] = (4, 2),
+) -> TinyGguf:
+    """Write a small llama as llama.cpp does: q and k rows interleaved, byte-level BPE, digits split; kinds chooses the types of matrices."""
     random = np.random.default_rng(0)
-    e, f, layers, heads, kv = 64, 96, 2, 4, 2
+    (e, f), layers, (heads, kv) = sizes, 2, heads
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *LETTERS, "Ġt", "he", "Ġthe"]
     tokens += [f"<pad{index}>" for index in range(300 - len(tokens))]
     shapes = {"model.embed_tokens.weight": (300, e), "model.norm.weight": (e,)}
     for layer in range(layers):
         at = f"model.layers.{layer}"
         shapes |= {f"{at}.input_layernorm.weight": (e,), f"{at}.post_attention_layernorm.weight": (e,)}
-        shapes |= {f"{at}.self_attn.{name}_proj.weight": (rows, e) for name, rows in (("q", e), ("k", e // 2), ("v", e // 2), ("o", e))}
+        shapes |= {
+            f"{at}.self_attn.{name}_proj.weight": (rows, e) for name, rows in (("q", e), ("k", e * kv // heads), ("v", e * kv // heads), ("o", e))
+        }
         shapes |= {f"{at}.mlp.gate_proj.weight": (f, e), f"{at}.mlp.up_proj.weight": (f, e), f"{at}.mlp.down_proj.weight": (e, f)}
     weights = {name: random.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     writer = gguf.GGUFWriter(str(file), arch)
@@ -79,7 +116,14 @@ def write_gguf(file: Path, *, arch: str = "llama", pre: str = "smollm", extra: s
     writer.add_eos_token_id(2)
     writer.add_chat_template("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}")
     for name, weight in weights.items():
-        writer.add_tensor(_gguf_name(name), _interleave(name, weight, heads, kv))
+        kind = kinds(name) if weight.ndim == 2 else None
+        if kind is None:
+            writer.add_tensor(_gguf_name(name), _interleave(name, weight, heads, kv))
+            continue
+        known = gguf.GGMLQuantizationType[kind]
+        raw = blocks(kind, weight.shape, random)
+        weights[name] = gguf.quants.dequantize(raw, known)
+        writer.add_tensor(_gguf_name(name), _interleave(name, raw, heads, kv), raw_dtype=known)
     if extra:
         writer.add_tensor(extra, np.ones(4, np.float32))
     writer.write_header_to_file()

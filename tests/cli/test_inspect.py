@@ -4,11 +4,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.console import Capture, complaint, output, printed
-from tests.tiny import TinyModel
+from tests.tiny import TinyModel, make_tiny
 from tests.toy_graph import needs_rtx
 from trtkv import api
+from trtkv.diagnose.inspect import _plugins_by
+from trtkv.engine.manifest import NativeInfo, read_manifest
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +40,21 @@ def test_what_is_in_an_engine(bare: Path, capsys: Capture) -> None:
     assert set(found["files"]) == {file.relative_to(bare).as_posix() for file in bare.rglob("*") if file.is_file()}
     assert found["fused"] == [] and found["notes"][0].startswith("The directory holds no TensorRT plan: it was built with --backend none;")
     assert found["runs_here"].startswith("torch on ")
+
+
+def test_what_runs_the_nodes_of_an_engine(tmp_path: Path, capsys: Capture) -> None:
+    """Python, beside it a library where there is one, for each part where there are several."""
+    given = {"max_seq_len": 256, "backend": "none", "sms": ["none"], "tp": 2}
+    model = make_tiny("llama", tmp_path / "model", head_dim=64, dtype=torch.bfloat16)
+    path = api.build(str(model.path), "fier", budget=64, out=tmp_path / "parts", **given)
+    found = output(capsys, "inspect", path)
+    assert {"op": "AllReduce", "nodes": 6, "layers": "0-2"} in found["plugins"]
+    assert found["plugins_by"] == "Python; trtkv build --native writes a native library, too"
+    manifest = read_manifest(path)
+    native = NativeInfo(sms=("89",), kernels=1, size_bytes=1, self_contained=True, seconds=1.0)
+    words = [_plugins_by(manifest.model_copy(update={"native": native, **more})) for more in ({}, {"tp": 1}, {"attention": "native"})]
+    assert words[0] == "Python; outside of Python the native library, for sm 89, whose 2 parts meet by NCCL; native/engine.plan holds it"
+    assert words[1].endswith("for sm 89; native/engine.plan holds it") and words[2] == "there are none: TensorRT's own layers hold the cache"
 
 
 def test_reference_caches_and_tables(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:

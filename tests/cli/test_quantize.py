@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from tests.console import call, complaint
 from tests.tiny import TinyModel, make_tiny
 from trtkv.api import build
+from trtkv.checkpoint import llm_compressor
 from trtkv.checkpoint.find import ORIGIN, resolve_model
 from trtkv.checkpoint.quantize import group_of
 from trtkv.errors import ConfigError
@@ -70,6 +72,14 @@ def test_nothing_is_left_where_the_library_fails(
 ) -> None:
     line = complaint(capsys, "quantize", "--model", tiny.path, "--to", "fp8", "--out", tmp_path / "made", "--env", environment(lines), "--length", 64)
     assert said in line and not (tmp_path / "made").exists() and not list(tmp_path.glob(".made*"))
+
+
+def test_the_job_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "job.json")  # which it waits for
+    with subprocess.Popen([sys.executable, llm_compressor.__file__, str(tmp_path / "job.json")], stdin=subprocess.PIPE) as job:
+        assert job.stdin is not None and job.poll() is None
+        job.stdin.close()
+        assert job.wait(60) == 1
 
 
 def test_a_group_divides_every_products_inputs(tiny: TinyModel) -> None:

@@ -25,7 +25,7 @@ from trtkv import api
 from trtkv.diagnose.verify import HostedExecutor
 from trtkv.engine.manifest import read_manifest
 from trtkv.engine.native import FOLDER
-from trtkv.runtime.loading import Engine, Options, open_engine
+from trtkv.runtime.loading import Engine, Options, Part, open_engine
 from trtkv.runtime.rope import rope_table
 from trtkv.runtime.rows import StepRow
 
@@ -59,18 +59,24 @@ def prepare_all(folder: Path, sms: list[str]) -> None:
         changes = {"head_dim": 128, "num_hidden_layers": 4, "max_position_embeddings": 8192, **changes}
         model = make_tiny(kind, folder / f"model-{name}", dtype=torch.bfloat16, tokenizer=False, **changes)
         api.build(str(model.path), policy, sets=sets, out=folder / name, backend="none", sms=sms, native=True, **LIMITS)
-        for sm in sms:  # which Python launches only here
-            spec = chunk_kernel(128, True, sm)
-            store.write(folder / name / KERNELS, spec, spec.compile())
+        add_chunk_kernels(folder / name, sms)
         print("built", name, flush=True)
+
+
+def add_chunk_kernels(directory: Path, sms: list[str]) -> None:
+    """Write into an engine directory what Python launches only here."""
+    for sm in sms:
+        spec = chunk_kernel(128, True, sm)
+        store.write(directory / KERNELS, spec, spec.compile())
 
 
 class Side:
     """An engine with the sequences that it is fed."""
 
-    def __init__(self, directory: Path, dense_below: int | None) -> None:
-        options = Options(weights="random", device="cuda", executor="torch", cache_bytes=1 << 29, dense_below=dense_below)
-        self.engine: Engine = open_engine(directory, options)
+    def __init__(self, directory: Path, dense_below: int | None, part: Part | None = None) -> None:
+        device = f"cuda:{part.index}" if part else "cuda"
+        options = Options(weights="random", device=device, executor="torch", cache_bytes=1 << 29, dense_below=dense_below)
+        self.engine: Engine = open_engine(directory, options, part=part)
         cache = self.engine.cache
         cache.always_selects, cache.publishes_queries = True, False  # the library knows no lengths on the host
         for tensors in cache.buffers.values():
@@ -129,13 +135,15 @@ class Side:
         return StepRow(self.tokens[index][start:end], start, slot, pages, wanted, PROMPTS[index])
 
 
-def check(directory: Path, dense_below: int | None) -> None:
-    """Compare steps of every batch size, watched, then captured and replayed; then the caches."""
-    label = f"{directory.name}, dense below {dense_below}"
-    plain, ours = Side(directory, dense_below), Side(directory, dense_below)
+def check(directory: Path, dense_below: int | None, part: Part | None = None, communicator: int = 0) -> None:
+    """Compare steps of every batch size, watched, then captured and replayed; then the caches. Of an engine of several parts in every part alike."""
+    label = f"{directory.name}, {f'part {part.index}' if part else f'dense below {dense_below}'}"
+    plain, ours = Side(directory, dense_below, part), Side(directory, dense_below, part)
     host = NativeHost(directory / FOLDER / NAME, None, directory.parent)
     plain.by_chunks()
     ours.through(host)
+    if part:
+        ours.engine.stepper._fixed["state"][-1] = communicator
     prompts = zip(plain.prefill(), ours.prefill(), strict=True)
     expect(all(torch.equal(one, other) for one, other in prompts), f"{label}: prompts")
     expect(host.native > 0, f"{label}: no chunk ran natively")

@@ -1,7 +1,8 @@
 """Engines of `--attention native` on a GPU that TensorRT supports, beside the torch executor and beside the same policy through the plugins.
 
-python -m tests.gpu.check_native_attention MODEL [--tokens N]; exit code 1 where logits are further from float32's than twice the torch executor's in
-the same dtype. Prints milliseconds of a decode step by TensorRT's own layers, by TensorRT with plugins, and by the torch executor.
+python -m tests.gpu.check_native_attention MODEL [--tokens N] [--policy quest --set retrieve.budget=512]; exit code 1 where logits are further from
+float32's than twice the torch executor's in the same dtype, pages that another dtype chooses included. Prints milliseconds of a decode step by
+TensorRT's own layers, by TensorRT with plugins, and by the torch executor.
 """
 
 from __future__ import annotations
@@ -79,14 +80,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=4000)
+    parser.add_argument("--policy", default="full")
+    parser.add_argument("--set", action="append", default=[])
     options = parser.parse_args()
     lengths = (options.tokens, options.tokens // 2 + 1, CHUNK // 2 - 1, 3)
     found: dict[str, Tensor] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, (more, executor) in VARIANTS.items():
             limits = {"max_seq_len": options.tokens + STEPS, "max_batch_size": BATCH, "max_chunk_tokens": CHUNK}
-            path = api.build(options.model, out=Path(folder) / name, **{"dtype": "bfloat16", **limits, **more})
-            sequences = Sequences(open_engine(path, Options(device="cuda", executor=executor)), lengths)
+            path = api.build(options.model, options.policy, sets=options.set, out=Path(folder) / name, **{"dtype": "bfloat16", **limits, **more})
+            sequences = Sequences(open_engine(path, Options(device="cuda", executor=executor, dense_below=None if name == "native" else 0)), lengths)
             found[name] = sequences.all()
             print(f"{name}: {sequences.milliseconds():.3f} ms a decode step of {BATCH}", flush=True)
             del sequences

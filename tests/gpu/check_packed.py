@@ -15,10 +15,12 @@ import torch
 
 from plugins.linear.packed import launch
 from plugins.linear.packed.launch import Shape
+from tests.checkpoint.conftest import mixed, write_gguf
 from tests.packing import FORMATS, make_packed
 from tests.plugins.test_packed_linear import compare, matrix
 from trtkv.api import build
 from trtkv.bench.timing import cache_bytes, copy_bandwidth, measure
+from trtkv.checkpoint.gguf import convert_gguf
 from trtkv.runtime.llm import LLM
 from trtkv.runtime.sampler import SamplingParams
 
@@ -62,9 +64,13 @@ def check_products(tokens: list[int], bandwidth: float) -> list[str]:
 def check_engines(folder: Path) -> list[str]:
     """Run every format on the GPU, warmed up with captured steps, and on the CPU; both compute in fp32."""
     wrong, prompts = [], [[(7 * index + step) % 250 for step in range(40)] for index in range(2)]
-    for name in FORMATS:
-        tiny = make_packed(name, folder / name)
-        engine = build(str(tiny.path), out=folder / f"{name}-engine", backend="none", max_seq_len=128, max_batch_size=2, max_chunk_tokens=64)
+    models = {name: make_packed(name, folder / name).path for name in FORMATS}
+    file = write_gguf(folder / "x.gguf", kinds=mixed, sizes=(512, 1024), heads=(16, 4)).file
+    models["gguf"] = convert_gguf(file, folder / "gguf", packed=True)
+    for name, model in models.items():
+        engine = build(
+            str(model), dtype="float32", out=folder / f"{name}-engine", backend="none", max_seq_len=128, max_batch_size=2, max_chunk_tokens=64
+        )
         params = SamplingParams(max_tokens=16, ignore_eos=True)
         answers = [
             [one.token_ids for one in LLM(engine, device=device, warm=device == "cuda").generate(prompts, params)] for device in ("cpu", "cuda")

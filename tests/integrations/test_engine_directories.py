@@ -44,7 +44,7 @@ def test_engine_directory_is_whole_and_runs(package: Any, tiny_llama: Any, tmp_p
 
 
 def test_weights_are_not_read_where_the_plan_holds_them(package: Any, tiny_llama: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trtkv.runtime import loading, memory, tensorrt
+    from trtkv.runtime import loading, tensorrt
 
     model = SimpleNamespace(path=shutil.copytree(tiny_llama.path, tmp_path / "model"))
     path = build_via(request_for(model, tmp_path / "via"), Policy("fier", 64)).path
@@ -54,13 +54,15 @@ def test_weights_are_not_read_where_the_plan_holds_them(package: Any, tiny_llama
         loading.open_engine(path, loading.Options(device="cpu"))
     given: list[Any] = []
     monkeypatch.setattr(loading, "_why_not_tensorrt", lambda manifest, device: None)
-    monkeypatch.setattr(tensorrt, "open_executor", lambda plan, about, weights, cache: given.append(weights) or SimpleNamespace(capturable=False))
+    monkeypatch.setattr(tensorrt, "load_plan", lambda plan, about, device: SimpleNamespace(memory_bytes=0))
+    monkeypatch.setattr(tensorrt, "open_executor", lambda plan, about, weights, *cache: given.append(weights) or SimpleNamespace(capturable=False))
     engine = loading.open_engine(path, loading.Options(device="cpu"))
     assert given == [{}] and engine.why_torch is None
     with pytest.raises(ConfigError, match=r"this engine's plan holds its weights, and --weights was given\. Leave it out"):
         loading.open_engine(path, loading.Options(weights="random", device="cpu"))
+    monkeypatch.setattr(tensorrt, "load_plan", lambda plan, about, device: SimpleNamespace(memory_bytes=1 << 60))  # of a step
     with pytest.raises(CapacityError, match="0 B is available"):
-        memory.pool_sizes(read_manifest(path).cache, Limits(max_seq_len=256, max_batch_size=3), loading.find_device("cpu"), None, 1 << 60)
+        loading.open_engine(path, loading.Options(device="cpu"))
 
 
 def saved(package: Any, tmp_path: Path, tiny: Any, **build: Any) -> Path:

@@ -51,7 +51,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, engine: Any, weights: dict[str, torc
     plan, nothing = parse_policy("knorm").plan(MODEL), lambda *given: None
     cache: Any = SimpleNamespace(device=torch.device("cpu"), plan=plan, captures=nothing, join=nothing)
     given = {} if holds else {name: Weight((tensor,)) for name, tensor in weights.items()}
-    return runtime.open_executor(b"plan", manifest, given, cache)
+    return runtime.open_executor(runtime.load_plan(b"plan", manifest, cache.device), manifest, given, cache)
 
 
 def test_plan_that_holds_its_weights_and_rope_runs_without_any(monkeypatch: pytest.MonkeyPatch) -> None:

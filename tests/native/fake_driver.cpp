@@ -43,7 +43,7 @@ CUresult cuFuncSetAttribute(CUfunction function, CUfunction_attribute which, int
 CUresult cuLaunchKernelEx(CUlaunchConfig const* config, CUfunction function, void** parameters, void**) {
   auto const* const one = reinterpret_cast<Function*>(function);
   int const settings[] = {one->shared, one->percent, one->clusters};
-  return callback(one->image, one->name.c_str(), config, parameters, settings) ? CUDA_ERROR_LAUNCH_FAILED : CUDA_SUCCESS;
+  return callback && callback(one->image, one->name.c_str(), config, parameters, settings) ? CUDA_ERROR_LAUNCH_FAILED : CUDA_SUCCESS;
 }
 CUresult cuGetErrorName(CUresult, char const** name) { return *name = "CUDA_ERROR_OF_THE_FAKE", CUDA_SUCCESS; }
 CUresult cuMemAlloc(CUdeviceptr* pointer, size_t size) { return *pointer = reinterpret_cast<CUdeviceptr>(std::malloc(size)), CUDA_SUCCESS; }

@@ -1,7 +1,8 @@
 """Compares what a library launches with what Python's nodes launch, over a driver that runs nothing; in a process of its own, whose driver it is.
 
-python -m tests.native.launches POLICY FOLDER: prints how many launches were compared, and what is said of bad input; exit code 1 where one differs.
-Kernels are not compiled: the library holds their names instead.
+python -m tests.native.launches POLICY FOLDER [--time]: prints how many launches were compared, and what is said of bad input; exit code 1 where one
+differs. With --time also nanoseconds that the library itself, of which then all is optimized, takes for a node. Kernels are not compiled: the library
+holds their names instead.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from trtkv.policies.registry import parse_policy
 SMS = ("89", "90")
 DEVICES = (("90", 132), ("90", 133), ("90", 78), ("89", 58))
 MODEL = ModelConfig(
-    model_type="qwen3", hidden_size=64, intermediate_size=64, num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=128, vocab_size=99, qk_norm=True
+    model_type="qwen3", hidden_size=64, intermediate_size=64, num_layers=4, num_q_heads=8, num_kv_heads=2, head_dim=128, vocab_size=98, qk_norm=True
 )
 
 
@@ -55,13 +56,15 @@ CLUSTER, COOPERATIVE, OVERLAP = 4, 2, 6  # numbers of attributes
 class Check:
     """One engine's library beside its Python nodes."""
 
-    def __init__(self, policy: str, folder: Path) -> None:
+    def __init__(self, policy: str, folder: Path, model: ModelConfig = MODEL, parts: int = 1, *, timed: bool = False) -> None:
         self.fake = ctypes.CDLL(str(compile_source("fake_driver.cpp", folder / FAKE, "-Wl,-soname,libcuda.so.1")), mode=ctypes.RTLD_GLOBAL)
-        self.plan, self.limits = parse_policy(policy).plan(MODEL), Limits(max_seq_len=4096, max_batch_size=2, max_chunk_tokens=64)
-        self.nodes = Nodes(self.plan, [op_config(MODEL, self.plan, layer) for layer in range(MODEL.num_layers)], self.limits, MODEL.qk_norm)
+        self.plan, self.limits = parse_policy(policy).plan(model), Limits(max_seq_len=4096, max_batch_size=2, max_chunk_tokens=64)
+        configs = [op_config(model, self.plan, layer) for layer in range(model.num_layers)]
+        self.nodes = Nodes(self.plan, configs, self.limits, model.qk_norm, parts)
         steps = tables.record_all(self.nodes, SMS)
         self.binaries = {spec: stand_in(spec) for spec in tables.specs_of(steps)}
-        library.FLAGS = tuple("-O0" if one == "-O2" else one for one in library.FLAGS)  # compiles in half the time
+        if not timed:
+            library.FLAGS = tuple("-O0" if one == "-O2" else one for one in library.FLAGS)  # compiles in half the time
         library.compile_library(tables.pack(self.nodes, SMS, steps, self.binaries), folder / library.NAME)
         self.host = NativeHost(folder / library.NAME, None, folder)
         self.callback, self.seen = CALLBACK(self.launched), list[dict[str, Any]]()
@@ -115,6 +118,19 @@ class Check:
                     self.compare(seen, replace(call, grid=(blocks, *call.grid[1:])), wanted, layer, inputs, out, scratch)
                     count += 1
         return count
+
+    def times(self, batch: int = 2) -> dict[str, int]:
+        """Measure a node of each kind of the last layer, over a driver that does nothing: the fastest of many calls, in nanoseconds."""
+        self.device("90", 132)
+        self.fake.fake_device(90, 132, None)
+        layer, found = len(self.nodes.kinds) - 1, {}
+        for face in NODES:
+            if face is not SELECT or self.plan.select[layer] is not None:
+                inputs = self.inputs(face, layer, batch)
+                shape = face.shape([tuple(one.shape) for one in inputs], self.nodes.configs[layer])
+                out = torch.zeros(shape, dtype=torch.int32 if face.integer_output else inputs[0].dtype)
+                found[face.name] = self.host.plugin(face.name, layer, self.nodes.configs[layer].to_json()).run(inputs, out, 77, 20_000)
+        return found
 
     def compare(self, seen: dict[str, Any], call: Call, step: Step, layer: int, inputs: list[Tensor], out: Tensor, scratch: dict[int, int]) -> None:
         """Compare one launch: kernel, sizes, attributes, every parameter."""
@@ -186,9 +202,10 @@ def stand_in(spec: Spec) -> Binary:
 
 
 def main() -> None:
-    check = Check(sys.argv[1], Path(sys.argv[2]))
+    timed = "--time" in sys.argv
+    check = Check(sys.argv[1], Path(sys.argv[2]), timed=timed)
     launches = [check.step(*one, batch) for one in DEVICES for batch in range(1, check.limits.max_batch_size + 1)]
-    print(json.dumps({"launches": sum(launches), "said": check.refusals()}))
+    print(json.dumps({"launches": sum(launches), "said": check.refusals(), **({"ns": check.times()} if timed else {})}))
 
 
 if __name__ == "__main__":

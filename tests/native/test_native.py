@@ -31,9 +31,10 @@ NATIVE = ("full", "fier", "quest", "freekv")
 compiled = pytest.mark.skipif(host.missing() is not None, reason=str(host.missing()))
 
 
-def nodes_of(policy: str) -> Nodes:
-    plan = parse_policy(policy).plan(MODEL)
-    return Nodes(plan, [op_config(MODEL, plan, layer) for layer in range(MODEL.num_layers)], LIMITS, MODEL.qk_norm)
+def nodes_of(policy: str, parts: int = 1) -> Nodes:
+    model = MODEL.part(parts)
+    plan = parse_policy(policy).plan(model)
+    return Nodes(plan, [op_config(model, plan, layer) for layer in range(model.num_layers)], LIMITS, model.qk_norm, parts)
 
 
 @pytest.mark.parametrize("policy", sorted(policy_presets()))
@@ -75,7 +76,7 @@ def test_the_blob_holds_every_kernel_once() -> None:
     specs = tables.specs_of(steps)
     blob = tables.pack(nodes, ["90"], steps, {spec: stand_in(spec) for spec in specs})
     assert blob.startswith(tables.MAGIC) and all(blob.count(spec.name.encode()) == 1 for spec in specs)
-    binaries, count = struct.unpack_from("<2I", blob, 8 + 14 * 4 + 16)
+    binaries, count = struct.unpack_from("<2I", blob, 8 + 15 * 4 + 16)
     assert count == len(specs)
     for index in range(count):
         start, size = struct.unpack_from("<2Q", blob, binaries + 16 * index)
@@ -142,6 +143,17 @@ def test_the_library_launches_what_python_does(policy: str, tmp_path: Path) -> N
 
 
 @compiled
+def test_parts_are_put_together_by_nccl(tmp_path: Path) -> None:
+    """With the communicator of the state table; what is wrong with it, or that there is no NCCL, is said in a line."""
+    done = subprocess.run([sys.executable, "-m", "tests.native.collectives", str(tmp_path)], check=True, capture_output=True, text=True)
+    found = json.loads(done.stdout)
+    assert found["collectives"] == 13
+    expected = ["no libnccl", "of 3 parts, and this", "has 4 ranks", "is of GPU 1", *["NCCL failed"] * 2, "'state' is 0", "needs a last entry"]
+    assert len(found["said"]) == len(expected)
+    assert all(part in line and "\n" not in line for part, line in zip(expected, found["said"], strict=True))
+
+
+@compiled
 def test_the_example_compiles(tmp_path: Path) -> None:
     source = library.HERE / "example" / "decode.cpp"
     subprocess.run([*library.command(), "-std=c++17", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", str(source)], check=True)
@@ -151,16 +163,16 @@ def test_the_example_compiles(tmp_path: Path) -> None:
 @compiled
 @pytest.mark.trt
 @pytest.mark.skipif("tensorrt_rtx" not in available(), reason="tensorrt_rtx is not installed")
-@pytest.mark.parametrize("policy", NATIVE)
-def test_tensorrt_builds_every_graph_with_the_library_alone(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("policy", "parts"), [*((one, 1) for one in NATIVE), ("full", 2)])
+def test_tensorrt_builds_every_graph_with_the_library_alone(policy: str, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process without trtkv and torch; with the library inside, the plan has its code."""
-    nodes = nodes_of(policy)
+    nodes = nodes_of(policy, parts)
     steps = {("89", 58): [nodes.step("89", 58, 1)]}
     file = tmp_path / library.NAME
     monkeypatch.setattr(library, "FLAGS", ["-O0" if one == "-O2" else one for one in library.FLAGS])
     library.compile_library(tables.pack(nodes, ["89"], steps, {spec: stand_in(spec) for spec in tables.specs_of(steps)}), file)
     graph = tmp_path / "graph.onnx"
-    graph.write_bytes(build_decoder(MODEL, nodes.plan, LIMITS).model.SerializeToString())
+    graph.write_bytes(build_decoder(MODEL.part(parts), nodes.plan, LIMITS, parts).model.SerializeToString())
     alias = tmp_path / RTX_LIBRARY
     alias.write_bytes(elf_alias(RTX_LIBRARY, f"{RTX_LIBRARY}.1", ELF_MACHINES[platform.machine()]))
     script = Path(__file__).with_name("bare_build.py")

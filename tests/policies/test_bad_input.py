@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from plugins.select.in_torch import choose
 from tests.policies.cases import PRESETS, tensors
+from tests.policies.test_prefill import MODEL
 from trtkv.errors import ConfigError, PolicyConflict, TrtkvError, UnknownName
 from trtkv.policies.base import KINDS
 from trtkv.policies.registry import parse_policy, role_class, role_names
@@ -49,6 +51,17 @@ def test_budget_below_sink_window_and_page(name: str, budget: int, least: int) -
     with pytest.raises(ConfigError, match=f"Give at least --budget {least}"):
         parse_policy(name, budget=budget)
     assert parse_policy(name, budget=least)
+
+
+@pytest.mark.parametrize(("sink", "window", "page", "least"), [(8, 20, 16, 49), (0, 1, 16, 17), (0, 17, 16, 33), (1, 18, 8, 33), (16, 33, 16, 65)])
+def test_the_least_budget_holds_whole_pages(sink: int, window: int, page: int, least: int) -> None:
+    """A selection never names more pages than it has room for: what did not fit was the newest."""
+    sets = [f"retrieve.{name}={value}" for name, value in (("sink", sink), ("window", window), ("page", page))]
+    with pytest.raises(ConfigError, match=f"Give at least --budget {least}"):
+        parse_policy("quest", budget=least - 1, sets=sets)
+    plan = next(one for one in parse_policy("quest", budget=least, sets=sets).plan(MODEL).select if one is not None)
+    for stored in range(least + 1, least + 4 * page):
+        assert choose(plan, torch.zeros(2, -(-stored // page)), stored).shape[1] <= plan.width
 
 
 @pytest.mark.parametrize("budget", [0, -5])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,20 +25,21 @@ from tests.tiny import TinyModel, make_rig, make_tiny
 from tests.toy_graph import needs_rtx
 from trtkv.api import build
 from trtkv.checkpoint.weights import Checkpoint
-from trtkv.config import Limits
+from trtkv.config import Limits, ModelConfig
 from trtkv.engine import launched_kernels
 from trtkv.engine.manifest import GRAPH, PLAN, read_manifest
 from trtkv.engine.profiles import row_profiles
 from trtkv.errors import BuildError, EngineError
 from trtkv.graph.decoder import Decoder
-from trtkv.graph.native_attention import build_native, row_plan
+from trtkv.graph.native_attention import build_native
 from trtkv.plan import CachePlan
 from trtkv.policies.registry import parse_policy
+from trtkv.row_plan import row_plan
 from trtkv.runtime import loading, where_tensorrt_runs
 from trtkv.runtime.contexts import Contexts
 from trtkv.runtime.loading import Options, open_engine
 from trtkv.runtime.rope import rope_tables
-from trtkv.runtime.row_executor import CACHES, RowExecutor
+from trtkv.runtime.row_executor import RowExecutor
 from trtkv.runtime.rows import StepRow
 from trtkv.runtime.step import Stepper
 from trtkv.runtime.weights import map_weights
@@ -120,15 +122,15 @@ class DefinedContext:
         return True
 
 
-def stepper_of(tiny: TinyModel) -> Stepper:
+def stepper_of(tiny: TinyModel, policy: str = "full", sets: Sequence[str] = ()) -> Stepper:
     """Open the graph's definition; its plan is that of bfloat16, as float32 is refused, and it computes in float32."""
     half = tiny.config.model_copy(update={"dtype": "bfloat16"})
-    plan = row_plan(parse_policy("full").plan(tiny.config), half, LIMITS)
+    plan = row_plan(parse_policy(policy, sets=sets).plan(tiny.config), half, LIMITS)
     decoder = build_native(tiny.config, plan, LIMITS)
     onnx.checker.check_model(decoder.model)
     cache = make_cache(plan, [LIMITS.max_batch_size], LIMITS.max_batch_size, "cpu")
-    for name in CACHES:
-        cache.buffer(name, 0).fill_(torch.nan)  # of memory as it comes
+    for one in plan.buffers:
+        cache.buffer(one.name, one.layers[0]).fill_(torch.nan)  # of memory as it comes
     weights = map_weights(Checkpoint(tiny.path), decoder.weights, torch.float32, torch.device("cpu"), lambda done, total: None)
     ropes = rope_tables(tiny.config, LIMITS.max_seq_len)
     bindings = {spec.name: torch.cat(weights[spec.name].parts).view(spec.shape) for spec in decoder.weights}
@@ -138,16 +140,27 @@ def stepper_of(tiny: TinyModel) -> Stepper:
     return Stepper(executor, cache, LIMITS, ropes)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
-def test_the_graph_means_full_attention(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "policy", "sets"),
+    [
+        ("llama", "full", ()),
+        ("qwen2", "full", ()),
+        ("qwen3", "full", ()),
+        ("llama", "quest", ("retrieve.budget=32", "retrieve.dense_layers=0")),
+        ("qwen3", "quest", ("retrieve.budget=40", "retrieve.page=8", "retrieve.sink=11", "retrieve.window=9", "retrieve.dense_layers=1")),
+        ("qwen2", "quest", ("retrieve.budget=80", "retrieve.page=40", "retrieve.dense_layers=0")),
+    ],
+)
+def test_the_graph_means_the_policy(kind: str, policy: str, sets: tuple[str, ...], tmp_path: Path) -> None:
     """Prompts in chunks, alone and together, some decoding while others are read, a row used again: every row of logits is the torch executor's."""
     tiny = make_tiny(kind, tmp_path / "model")
-    ours, theirs = stepper_of(tiny), make_rig(tiny, "full", tmp_path, slots=3, length=LIMITS.max_seq_len).stepper
+    ours, theirs = stepper_of(tiny, policy, sets), make_rig(tiny, policy, tmp_path, sets=sets, slots=3, length=LIMITS.max_seq_len).stepper
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, tiny.config.vocab_size, (4, LIMITS.max_seq_len), generator=generator).tolist()
     place = {0: 2, 1: 0, 2: 1, 3: 2}  # sequences' rows: the last takes the first one's
     steps = [[(0, 0, 30), (1, 0, 2)], [(0, 30, 41)], [(1, 2, 3), (0, 41, 42)], [(2, 0, 1)], [(0, 42, 43), (2, 1, 2), (1, 3, 4)],
-             [(3, 0, 20)], [(3, 20, 21), (1, 4, 5)], [(1, 5, 25), (3, 21, 22)]]  # fmt: skip
+             [(3, 0, 20)], [(3, 20, 21), (1, 4, 5)], [(1, 5, 25), (3, 21, 22)], [(3, 22, 54)], [(3, 54, 55), (1, 25, 26)], [(3, 55, 84)],
+             *([(3, 84 + step, 85 + step), (1, 26 + step, 27 + step)] for step in range(12))]  # fmt: skip
     for step in steps:
         found, expected = (
             stepper.run([row_of(stepper, tokens[who], place[who], begin, end) for who, begin, end in step]) for stepper in (ours, theirs)
@@ -162,16 +175,19 @@ def row_of(stepper: Stepper, tokens: list[int], place: int, begin: int, end: int
 
 @pytest.mark.trt
 @needs_rtx
-def test_tensorrt_maps_it_to_its_own_layers(tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("policy", ["full", "quest"])
+def test_tensorrt_maps_it_to_its_own_layers(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRTKV_HOME", str(tmp_path / "home"))
-    wide = make_tiny("llama", tmp_path / "wide", head_dim=64, dtype=torch.bfloat16)
-    path = build(str(wide.path), out=tmp_path / "engine", max_seq_len=256, sms=["89"], backend="tensorrt_rtx", attention="native")
+    wide, sets = make_tiny("llama", tmp_path / "wide", head_dim=64, dtype=torch.bfloat16), {"quest": ["retrieve.budget=128"]}.get(policy, [])
+    given = {"max_seq_len": 256, "sms": ["89"], "backend": "tensorrt_rtx", "attention": "native"}
+    path = build(str(wide.path), policy, sets=sets, out=tmp_path / "engine", **given)
     launched = launched_kernels.kernels((path / PLAN).read_bytes())
-    layers = read_manifest(path).model.num_layers
+    selects = [one is not None for one in read_manifest(path).cache.select]
+    assert any(selects) == (policy == "quest")
     assert launched_kernels.segments((path / PLAN).read_bytes()) == 1 and not [one for one in launched if one.kind == "custom_layer"]
     for profile in (0, 1):
         attention = [one for one in launched if "mha" in one.name and one.profile == profile]
-        assert [one.layers for one in attention] == [(f"layers.{layer}.attention",) for layer in range(layers)]
+        assert [one.layers for one in attention] == [(f"layers.{layer}.attention{'.selected' * one}",) for layer, one in enumerate(selects)]
     assert not [node for node in onnx.load(str(path / GRAPH)).graph.node if node.domain]
     for executor in ("auto", "torch"):
         with pytest.raises(EngineError, match=r"only TensorRT runs this engine, built with --attention native: .*Build it without"):
@@ -187,7 +203,9 @@ def test_tensorrt_maps_it_to_its_own_layers(tiny_llama: TinyModel, tmp_path: Pat
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        ({"policy": "fier"}, "the policy 'fier' has the role retrieve"),
+        ({"policy": "fier"}, "the policy 'fier' chooses otherwise than by bounds"),
+        ({"policy": "arkvale"}, "the policy 'arkvale' has the role offload"),
+        ({"policy": "quest", "sets": ["retrieve.pooling=none"]}, "the policy 'quest' lets heads agree by 'none', not by max"),
         ({"policy": "lagkv"}, "the policy 'lagkv' has the role evict"),
         ({"policy": "xattention"}, "the policy 'xattention' has the role prefill"),
         ({"dtype": "float32"}, "takes bfloat16 and float16, not float32"),
@@ -201,6 +219,17 @@ def test_what_it_does_not_run_is_refused_in_a_line(more: dict[str, Any], words: 
     with pytest.raises(BuildError, match=words) as caught:
         build(str(tiny_llama.path), **given)
     assert "\n" not in str(caught.value) and not (tmp_path / "engine").exists()
+
+
+def test_more_pages_than_top_k_takes_are_refused() -> None:
+    model = ModelConfig(
+        model_type="llama", hidden_size=64, intermediate_size=64, num_layers=4, num_q_heads=4, num_kv_heads=2, head_dim=64, vocab_size=99
+    )
+    plan = parse_policy("quest").plan(model)
+    with pytest.raises(BuildError, match=r"takes 3840 pages, and --max-seq-len 70000 has 4380 of 16 tokens") as caught:
+        row_plan(plan, model, Limits(max_seq_len=70000))
+    most = Limits(max_seq_len=int(str(caught.value).split("Lower it to ")[1].split(",")[0]))
+    assert row_plan(plan, model, most).page_size == 3840 * 16
 
 
 def test_an_unknown_attention_is_named(tiny_llama: TinyModel, tmp_path: Path, capsys: Capture) -> None:

@@ -123,4 +123,7 @@ def test_costs_are_those_of_the_plan(name: str) -> None:
     else:
         whole = batch * 2 * 2 * MODEL.num_kv_heads * MODEL.head_dim * MODEL.num_layers
         assert kv < 0.4 * found["stored_bytes"] and kv >= found["tokens_read_per_step"] * whole / (2.1 if "fp8" in name else 1)
+    gemma = ModelConfig.from_hf(model_presets()["gemma3-270m"])
+    small = cost_of(gemma, policy, context, batch)
+    assert 0 < small.read_bytes - predict(gemma, policy, context, batch)["weight_bytes"] <= predict(gemma, policy, context, batch)["stored_bytes"]
     assert replace(cost, read_bytes=10**9).milliseconds(1e12) == pytest.approx(1.0)

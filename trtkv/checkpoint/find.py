@@ -1,4 +1,4 @@
-"""Where a model is: a directory, a preset, or a repository that was pulled from the Hugging Face hub."""
+"""Where a model is: a directory, a preset, or a repository or a GGUF file that was pulled."""
 
 from __future__ import annotations
 
@@ -36,6 +36,16 @@ def data_home() -> Path:
 def pulled_path(preset: str) -> Path:
     """Return the directory into which a converted checkpoint of a preset is pulled."""
     return data_home() / "models" / preset
+
+
+def is_gguf(name: str) -> bool:
+    """Whether a name is that of a GGUF file that is there."""
+    return name.endswith(".gguf") and Path(name).expanduser().is_file()
+
+
+def is_newer(directory: Path, file: Path) -> bool:
+    """Whether a directory was converted after a file was written."""
+    return (directory / "config.json").stat().st_mtime_ns >= file.stat().st_mtime_ns
 
 
 def is_complete(directory: Path) -> bool:
@@ -76,9 +86,9 @@ def cached_snapshot(hub: str) -> Path | None:
 
 
 def resolve_model(name: str) -> Source:
-    """Find a model by what a user typed: a directory, a preset name or a hub id; uses no network.
+    """Find a model by what a user typed: a directory, a preset name, a hub id or a GGUF file; uses no network.
 
-    Raises UnknownName for a name that is none of these, CheckpointError for a directory that is missing or unusable and for a hub id that
+    Raises UnknownName for a name that is none of these, CheckpointError for a directory that is missing or unusable and for a hub id or a file that
     was not pulled.
     """
     presets = model_presets()
@@ -87,8 +97,10 @@ def resolve_model(name: str) -> Source:
         return Source(name, folder, ModelConfig.from_dir(folder), None)
     if name in presets:
         return _preset(name, presets[name])
+    if is_gguf(name):
+        return _converted(name, folder)
     if folder.is_file():
-        raise CheckpointError(f"'{name}' is a file", "Give the Hugging Face model directory, with its config.json.")
+        raise CheckpointError(f"'{name}' is a file", "Give the Hugging Face model directory, with its config.json, or a GGUF file.")
     if _HUB_ID.fullmatch(name):
         path = cached_snapshot(name)
         if path is None:
@@ -119,6 +131,15 @@ def model_list() -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _converted(name: str, file: Path) -> Source:
+    path = pulled_path(file.name)
+    if not is_complete(path):
+        raise CheckpointError(f"'{name}' was not read yet", f"Run trtkv pull {name}.")
+    if not is_newer(path, file):
+        raise CheckpointError(f"'{name}' changed since it was read", f"Run trtkv pull {name}.")
+    return Source(name, path, ModelConfig.from_dir(path), None)
 
 
 def _preset(name: str, table: dict[str, Any]) -> Source:

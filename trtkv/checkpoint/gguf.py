@@ -1,7 +1,7 @@
 """Turns a GGUF file of the llama or gemma3 architecture into a Hugging Face directory, tensor by tensor.
 
-The `gguf` package reads and dequantizes; llama.cpp's row order of llama's query and key projections and the one that it adds to gemma's norms are
-undone here, and the tokenizer is rebuilt from the file's metadata.
+The `gguf` package reads and, where matrices do not stay packed (`gguf_blocks.py`), dequantizes; llama.cpp's row order of llama's query and key
+projections and the one that it adds to gemma's norms are undone here, and the tokenizer is rebuilt from the file's metadata.
 """
 
 from __future__ import annotations
@@ -21,12 +21,17 @@ from trtkv.checkpoint.find import ORIGIN, SINGLE
 from trtkv.checkpoint.gguf_sentencepiece import sentencepiece
 from trtkv.checkpoint.staging import replace_directory, staging
 from trtkv.errors import CheckpointError, UnknownName
+from trtkv.quantized.encoding import HALF_OR_SINGLE
+from trtkv.quantized.formats import stored_of
+from trtkv.quantized.gguf import TYPES
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
+    from torch import Tensor
 
 Progress = Callable[[str, float], None]
-CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+CODES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "uint8": "U8", "int8": "I8"}
+SIZES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1, "I8": 1}
 WHOLE = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", "output.weight": "lm_head.weight"}
 IN_LAYER = {
     "attn_norm": "input_layernorm",
@@ -53,21 +58,34 @@ GEMMA_PATTERN, GEMMA_27B_LAYERS = 6, 62  # llama.cpp's constants: every sixth la
 CONTROL = 3  # token_type of tokens such as <|im_end|>
 
 
-def convert_gguf(file: Path, out: Path, *, dtype: str = "float32", source: str = "", progress: Progress = lambda stage, fraction: None) -> Path:
+def convert_gguf(
+    file: Path,
+    out: Path,
+    *,
+    dtype: str = "float32",
+    packed: bool = False,
+    source: str = "",
+    progress: Progress = lambda stage, fraction: None,
+) -> Path:
     """Write a GGUF's weights, configuration and tokenizer as the Hugging Face directory `out`, and return it.
 
-    float32 preserves every dequantized bit. `config.json` states the source, by default the file's name. An existing `out` is replaced only when
-    everything is written. Raises CheckpointError for a file that is truncated, no GGUF, of another architecture, or with a tokenizer that is not
+    packed leaves matrices of the types in `trtkv.quantized.gguf` quantized; all else becomes dtype. float32 preserves every dequantized bit.
+    `config.json` states the source, by default the file's name. An existing `out` is replaced only when everything is written. Raises
+    CheckpointError for a file that is truncated, no GGUF, of another architecture or of a type that cannot be read, or with a tokenizer that is not
     byte-level BPE; OSError when it cannot be written.
     """
-    if dtype not in CODES:
-        raise UnknownName("dtype", dtype, CODES)
+    from trtkv.checkpoint.gguf_blocks import packed_modules
+
+    if dtype not in HALF_OR_SINGLE:
+        raise UnknownName("dtype", dtype, HALF_OR_SINGLE)
     with _reading(file):
         reader = _open(file)
-        config = _config(reader, dtype) | {ORIGIN: f"{source or file.name} as {dtype}"}
+        config = _config(reader, dtype) | {ORIGIN: f"{source or file.name}{'' if packed else f' as {dtype}'}"}
         kind = reader.fields["general.architecture"].contents()
         tensors = sorted(((_hf_name(tensor.name, file, kind), tensor) for tensor in reader.tensors), key=lambda one: one[0])
         tokenizer = _tokenizer_files(reader, file)
+        types = packed_modules((name, tensor.tensor_type.name) for name, tensor in tensors) if packed else {}
+        config |= {"quantization_config": {"quant_method": "gguf", "types": types}} if types else {}
     with staging(out) as stage:
         with _reading(file), (stage / SINGLE).open("wb") as stream:
             _write_weights(stream, tensors, config, dtype, progress)
@@ -167,36 +185,65 @@ def _hf_name(name: str, file: Path, kind: str) -> str:
 def _write_weights(stream: BinaryIO, tensors: list[tuple[str, ReaderTensor]], config: Mapping[str, Any], dtype: str, progress: Progress) -> None:
     import torch
 
+    from trtkv.checkpoint.gguf_blocks import repack
+
+    kinds = {module: kind for kind, modules in config.get("quantization_config", {}).get("types", {}).items() for module in modules}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start, size = 0, 4 if dtype == "float32" else 2
+    start = 0
     for name, tensor in tensors:
-        shape = [int(dim) for dim in reversed(tensor.shape)]
-        end = start + math.prod(shape) * size
-        header[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [start, end]}
-        start = end
+        for key, code, shape in _stored(name, tensor, kinds.get(name.removesuffix(".weight")), CODES[dtype]):
+            end = start + math.prod(shape) * SIZES[code]
+            header[key] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+            start = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     stream.write(len(text).to_bytes(8, "little") + text)
+    written = 0
     for name, tensor in tensors:
-        weight = torch.tensor(_dequantize(name, tensor, config), dtype=getattr(torch, dtype))
-        stream.write(weight.view(torch.uint8).numpy().data)
-        progress("converting", header[name]["data_offsets"][1] / start)
+        kind, order = kinds.get(name.removesuffix(".weight")), _order(name, int(tensor.shape[-1]), config)
+        if kind is None:
+            made = [torch.tensor(_dequantize(name, tensor, order, config), dtype=getattr(torch, dtype))]
+        else:
+            parts = repack(kind, tensor.data, order)
+            made = [parts[one.kind] for one in stored_of(TYPES[kind], *reversed([int(dim) for dim in tensor.shape]))]
+        for one in made:
+            stream.write(one.contiguous().view(-1).view(torch.uint8).numpy().data)
+            written += one.nbytes
+        progress("converting", written / start)
 
 
-def _dequantize(name: str, tensor: ReaderTensor, config: Mapping[str, Any]) -> np.ndarray:
+def _stored(name: str, tensor: ReaderTensor, kind: str | None, code: str) -> Iterator[tuple[str, str, list[int]]]:
+    """Yield the tensors that one of the file is stored as: name, dtype and shape."""
+    shape = [int(dim) for dim in reversed(tensor.shape)]
+    if kind is None:
+        yield name, code, shape
+        return
+    for one in stored_of(TYPES[kind], shape[0], shape[1]):
+        yield name.removesuffix(".weight") + one.suffix, CODES[one.dtypes[0]], list(one.shapes[0])
+
+
+def _order(name: str, rows: int, config: Mapping[str, Any]) -> Tensor | None:
+    """Return which row of the file each row is: of llama's queries and keys llama.cpp has those of a head in pairs (0, D/2, 1, D/2 + 1, ...)."""
+    import torch
+
+    if config["model_type"] == "gemma3_text":
+        return None
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(name.split(".")[-2])
+    return None if heads is None else torch.arange(rows).view(heads, rows // heads // 2, 2).transpose(1, 2).flatten()
+
+
+def _dequantize(name: str, tensor: ReaderTensor, order: Tensor | None, config: Mapping[str, Any]) -> np.ndarray:
     from gguf.quants import dequantize
 
-    weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+    try:
+        weight = dequantize(tensor.data, tensor.tensor_type).astype(np.float32, copy=False)
+    except NotImplementedError:
+        problem = f"the tensor '{tensor.name}' has the type {tensor.tensor_type.name}, which the package 'gguf' does not dequantize"
+        raise CheckpointError(problem, f"Take a file with other types: {', '.join(TYPES)}.") from None
     weight = weight.reshape([int(dim) for dim in reversed(tensor.shape)])
-    if config["model_type"] == "gemma3_text":
-        return weight - 1 if name.endswith("norm.weight") else weight
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}.get(name.split(".")[-2])
-    if heads is None:
-        return weight
-    # llama.cpp stores the rows of a head as interleaved pairs (0, D/2, 1, D/2 + 1, ...); Hugging Face rotates halves.
-    rows, columns = weight.shape
-    pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
-    return pairs.transpose(0, 2, 1, 3).reshape(rows, columns)
+    if config["model_type"] == "gemma3_text" and name.endswith("norm.weight"):
+        weight = weight - 1
+    return weight if order is None else weight[order.numpy()]
 
 
 def _tokenizer_files(reader: GGUFReader, file: Path) -> dict[str, str]:

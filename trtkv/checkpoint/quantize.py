@@ -72,7 +72,7 @@ def quantize(source: Source, out: Path, to: str, tokens: Sequence[Sequence[int]]
 def _run(words: Sequence[str], log: Path, progress: Progress) -> None:
     """Run the job to its end, which an interruption of this process brings too."""
     said: dict[str, str] = {}
-    with log.open("wb") as errors, subprocess.Popen(words, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, text=True) as job:
+    with log.open("wb") as errors, subprocess.Popen(words, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.PIPE, text=True) as job:
         try:
             assert job.stdout is not None
             for line in job.stdout:

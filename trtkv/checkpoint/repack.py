@@ -1,12 +1,13 @@
 """From the packings of files to the one in memory: codes [out, in], scales and zero points [out, groups].
 
-fp8 codes are e4m3; int4 codes are unsigned, two in a byte, the first in the low half, which is how compressed-tensors stores them. All functions
+`Quantization` says how codes lie there, int4 as compressed-tensors stores it. All functions
 work on any device and leave their arguments as they are.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -20,11 +21,12 @@ FIX = "Take the checkpoint as it was published."
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How codes lie in a file: [in, out] where transposed, and how many outputs and inputs share an entry."""
+    """How codes lie in a file: [in, out] where transposed, how many outputs and inputs share an entry, and whether memory has them so, too."""
 
     transposed: bool = False
     outputs: int = 1
-    inputs: int = 1
+    inputs: int | Fraction = 1
+    mapped: bool = False
 
     def cut(self, rows: slice, columns: slice) -> tuple[slice, slice]:
         """Return which rows and columns of the file's tensor hold these outputs and inputs."""
@@ -33,8 +35,10 @@ class Layout:
 
 
 LAYOUTS = {
-    "rows": Layout(),
-    "words": Layout(inputs=8),
+    "rows": Layout(mapped=True),
+    "words": Layout(inputs=8, mapped=True),
+    "pairs": Layout(inputs=2, mapped=True),
+    "sixes": Layout(inputs=Fraction(4, 3), mapped=True),
     "gptq": Layout(transposed=True, inputs=8),
     "awq": Layout(transposed=True, outputs=8),
     "modelopt": Layout(outputs=2),
@@ -48,10 +52,10 @@ def codes_of(raw: Tensor, layout: str) -> Tensor:
     if layout == "gptq":
         return raw.t().contiguous().view(torch.uint8)
     if layout == "awq":
-        return _pair(_halves(raw)[..., AWQ_PLACES].flatten(1).t())
+        return pair(_halves(raw)[..., AWQ_PLACES].flatten(1).t())
     if layout == "modelopt":
         signed = torch.stack((raw & 15, raw >> 4), 1).flatten(0, 1)
-        return _pair(signed ^ 8)
+        return pair(signed ^ 8)
     return raw
 
 
@@ -78,7 +82,7 @@ def zeros_of(raw: Tensor, layout: str, name: str) -> Tensor:
     return zeros
 
 
-def _over(one: slice, unit: int) -> slice:
+def _over(one: slice, unit: int | Fraction) -> slice:
     return slice(one.start // unit, one.stop // unit)
 
 
@@ -88,6 +92,6 @@ def _halves(words: Tensor) -> Tensor:
     return torch.stack((parts & 15, parts >> 4), -1).flatten(2)
 
 
-def _pair(codes: Tensor) -> Tensor:
+def pair(codes: Tensor) -> Tensor:
     """Put two codes [out, in] of a row into a byte: [out, in / 2]."""
     return codes[:, 0::2] | codes[:, 1::2] << 4

@@ -61,7 +61,7 @@ def build(
         tp: GPUs that share the KV heads of every layer; the engine then runs on so many.
         native: Write the plugins as a C++ library, too, with which TensorRT runs the plan without Python.
         self_contained: Write a plan that holds this library, too, so that one file runs alone.
-        attention: plugins for trtkv's kernels; native for TensorRT's own layers, which run the policy full without plugins or the torch executor.
+        attention: plugins for trtkv's kernels; native for TensorRT's own layers, which run full and quest without plugins or the torch executor.
         via: tensorrt-llm lets TensorRT-LLM 1.2.x build the plan from its own model definition, weights inside; tensorrt-llm:DIRECTORY takes what
             trtllm-build wrote there.
         force: Build again even if the directory is up to date.

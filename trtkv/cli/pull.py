@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from cyclopts import App
+from typing import Annotated
+
+from cyclopts import App, Parameter
 
 from trtkv.cli.output import print_json, progress
 
@@ -12,12 +14,21 @@ def register(app: App) -> None:
     app.command(pull)
 
 
-def pull(name: str, *, dtype: str | None = None, revision: str | None = None, force: bool = False, json: bool = False) -> None:
-    """Fetch a checkpoint: a preset (trtkv models) or a Hugging Face id.
+def pull(
+    name: str,
+    *,
+    dtype: str | None = None,
+    packed: Annotated[bool | None, Parameter(negative="--no-packed")] = None,
+    revision: str | None = None,
+    force: bool = False,
+    json: bool = False,
+) -> None:
+    """Fetch a checkpoint: a preset (trtkv models) or a Hugging Face id; or read a GGUF file, which is a --model afterwards.
 
     Args:
-        name: Preset name or hub id such as org/name.
-        dtype: float32, float16 or bfloat16, for checkpoints that are converted (smollm2-135m, gemma3-270m): float32 by default.
+        name: Preset name, hub id such as org/name, or a GGUF file.
+        dtype: float32, float16 or bfloat16, for what is converted of GGUF: bfloat16 by default, float32 for smollm2-135m and gemma3-270m.
+        packed: Leave matrices of a GGUF quantized as they are: Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0. The default for files.
         revision: Branch, tag or commit on the hub.
         force: Fetch again even if it exists.
         json: Print one JSON object.
@@ -25,7 +36,7 @@ def pull(name: str, *, dtype: str | None = None, revision: str | None = None, fo
     from trtkv.checkpoint.pull import pull as fetch
 
     with progress(f"pull {name}") as report:
-        path = fetch(name, **({"dtype": dtype} if dtype else {}), revision=revision, force=force, progress=report)
+        path = fetch(name, dtype=dtype, packed=packed, revision=revision, force=force, progress=report)
     if json:
         print_json({"model": name, "path": str(path)})
     else:

@@ -90,7 +90,7 @@ def _abilities() -> list[dict[str, Any]]:
 
 def _quantized(cuda: bool) -> str:
     """Say what multiplies by quantized weights on this machine's GPU."""
-    formats = "fp8 and int4: compressed-tensors, fp8, AWQ, GPTQ, ModelOpt; torch dequantizes them in every step"
+    formats = "fp8 and int4: compressed-tensors, fp8, AWQ, GPTQ, ModelOpt; GGUF of 4 to 8 bits; torch dequantizes them in every step"
     if not cuda:
         return formats
     major, minor = torch.cuda.get_device_capability()

@@ -122,10 +122,13 @@ def _runs_here(manifest: Manifest) -> str:
 
 def _plugins_by(manifest: Manifest) -> str:
     """Say what runs the plugin nodes: Python, and for which GPUs a library; where there is none, whether there could be."""
-    native, reason = manifest.native, "it is one part of several" if manifest.tp > 1 else why_not(manifest.cache)
+    if manifest.attention == "native":
+        return "there are none: TensorRT's own layers hold the cache"
+    native, reason = manifest.native, why_not(manifest.cache)
     if native is not None:
         inside = "; native/engine.plan holds it" if native.self_contained else ""
-        return f"Python; outside of Python the native library, for sm {', '.join(native.sms)}{inside}"
+        parts = f", whose {manifest.tp} parts meet by NCCL" if manifest.tp > 1 else ""
+        return f"Python; outside of Python the native library, for sm {', '.join(native.sms)}{parts}{inside}"
     return f"Python; no native library runs this policy: {reason}" if reason else "Python; trtkv build --native writes a native library, too"
 
 
@@ -149,7 +152,7 @@ def _plugins(graph: onnx.GraphProto) -> list[dict[str, Any]]:
     for node in graph.node:
         if node.domain == DOMAIN:
             layers.setdefault(node.op_type, []).append(_layer(node))
-    return [{"op": op, "nodes": len(found), "layers": _ranges(found)} for op, found in layers.items()]
+    return [{"op": op, "nodes": len(found), "layers": _ranges(list(dict.fromkeys(found)))} for op, found in layers.items()]
 
 
 def _layer(node: onnx.NodeProto) -> int:

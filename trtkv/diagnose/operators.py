@@ -70,8 +70,8 @@ class Shadow:
         self._ops = ReferenceEvaluator(model, new_ops=unused).rt_nodes_
         self._constants = {one.name: onnx.numpy_helper.to_array(one) for one in model.graph.initializer}
         self._embedding = next(one.input[0] for one in self._nodes if one.op_type == "Gather" and one.input[1] == "token_ids")
-        self.dequantized = find_dequantized(self._nodes, self._ops, weights)
-        dtype = self._weights[self._embedding].parts[0].dtype
+        self.dequantized, self.makes_wide = find_dequantized(self._nodes, self._ops, weights, self._constants)
+        dtype = self._weights["norm"].parts[0].dtype
         self.dtype, self.wide = dtype, torch.float64 if dtype == torch.float32 else torch.float32
         self.not_compared: set[str] = set()
         self._turn = 0
@@ -97,6 +97,11 @@ class Shadow:
         starts = torch.tensor([0, *(len(part) for part in parts)]).cumsum(0)
         own = [rows[(rows >= low) & (rows < high)] - low for low, high in itertools.pairwise(starts.tolist())]
         return torch.cat([part[index.to(part.device)].cpu() for part, index in zip(parts, own, strict=True)])
+
+    def looked_up(self, tokens: Tensor) -> Tensor:
+        """Return rows of the embedding, of codes what they mean."""
+        stored = self.dequantized.get(self._embedding)
+        return stored.rows(tokens) if stored else self.weight(self._embedding)[tokens]
 
     def columns(self, name: str) -> Tensor:
         """Return which columns of a product with this weight are compared now."""
@@ -172,7 +177,7 @@ class _Step:
     def _compute(self, node: onnx.NodeProto, op: Any) -> None:
         """Evaluate a standard operator in the wide dtype and, rounded after every operator, in the engine's."""
         shadow = self.shadow
-        if node.output[0] in shadow.dequantized:
+        if node.output[0] in shadow.makes_wide:
             return
         if node.op_type == "Cast":
             self.exact[node.output[0]] = self.exact[node.input[0]]
@@ -181,9 +186,9 @@ class _Step:
             self.single.update(node.output if single else ())
             return
         if node.op_type == "Gather":
-            source = shadow.weight(node.input[0]) if node.input[0] == shadow._embedding else self.taps[node.input[0]].cpu()
             index = self.inputs[node.input[1]].cpu().long()
-            value = source[index[self.rows] if node.input[0] == shadow._embedding else index]
+            looked_up = node.input[0] == shadow._embedding
+            value = shadow.looked_up(index[self.rows]) if looked_up else self.taps[node.input[0]].cpu()[index]
             self.exact[node.output[0]], self.narrow[node.output[0]] = value.to(shadow.wide), value.float()
             return
         if node.op_type == "Gemm":

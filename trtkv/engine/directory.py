@@ -27,12 +27,13 @@ from trtkv.engine.shared_plans import PlanInputs, obtain
 from trtkv.engine.targets import Targets, choose_targets, for_weights
 from trtkv.errors import BuildError, CapacityError, EngineError
 from trtkv.graph.decoder import build_decoder
-from trtkv.graph.native_attention import WITHOUT, build_native, row_plan
+from trtkv.graph.native_attention import build_native
 from trtkv.graph.weights import WeightSpec, weight_specs
 from trtkv.plan import CachePlan
 from trtkv.policies.policy import Policy
 from trtkv.quantized.encoding import HALF_OR_SINGLE as SCALE_DTYPES
 from trtkv.quantized.formats import tensors_of
+from trtkv.row_plan import WITHOUT, row_plan
 
 Progress = Callable[[str, float], None]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json", "special_tokens_map.json")
@@ -141,7 +142,7 @@ def _checkpoint(source: Source) -> Checkpoint | None:
 def _with_scales_of(checkpoint: Checkpoint, model: ModelConfig) -> ModelConfig:
     """Take the dtype of int4 scales from the checkpoint; that of fp8 scales, which are few, is float32."""
     one = model.quantization
-    if one is None or one.codes == "fp8":
+    if one is None or one.codes == "fp8" or one.format == "gguf":
         return model
     found = next((name for name, part in tensors_of(weight_specs(model))[1].items() if part.kind == "scales" and name in checkpoint), None)
     dtype = str(checkpoint.dtype(found)).removeprefix("torch.") if found else one.scale_dtype

@@ -91,22 +91,14 @@ class Footprint:
             lengths[self.plan.num_layers :] = self.lengths(self.layers(prompt))[self.plan.num_layers :]
         return max(reserved, count.reserved(lengths) + rings)
 
-    def tokens_stored(self, prompt: int) -> float:
-        """Return the tokens that are stored after a prompt, mean over layers and KV heads."""
-        return self._mean([sum(own.lengths) / len(own.lengths) for own in self.layers(prompt)], prompt)
-
     def tokens_read(self, prompt: int) -> float:
         """Return the tokens whose keys and values a decode step reads, mean over layers and KV heads."""
-        read = []
+        read = 0.0
         for own, select in zip(self.layers(prompt), self.plan.select, strict=True):
             mean = sum(own.lengths) / len(own.lengths)
-            read.append(min(mean, select.budget) if select else mean)
-        return self._mean(read, prompt)
-
-    def _mean(self, tokens: Sequence[float], prompt: int) -> float:
-        """Return the mean over all layers of tokens of the policy's and the window of the others."""
+            read += min(mean, select.budget) if select else mean
         window = min(prompt, self.plan.sliding.window) if self.plan.sliding else 0
-        return (sum(tokens) + window * (self.plan.all_layers - self.plan.num_layers)) / self.plan.all_layers
+        return (read + window * (self.plan.all_layers - self.plan.num_layers)) / self.plan.all_layers
 
     def lengths(self, layers: Sequence[Stored]) -> list[int]:
         """Return the tokens of each row of the count."""

@@ -91,7 +91,7 @@ class WeightInput(BaseModel):
 
     def nbytes(self, dtype: str) -> int:
         """Return the bytes of the input in an engine of this dtype, with scales and zero points."""
-        return self.quantization.nbytes(*self.shape) if self.quantization else math.prod(self.shape) * DTYPE_BYTES[dtype]
+        return self.quantization.stack_bytes(self.shape, self.sources) if self.quantization else math.prod(self.shape) * DTYPE_BYTES[dtype]
 
 
 class Manifest(BaseModel):

@@ -43,7 +43,7 @@ class Native:
 
 def record_native(plan: CachePlan, model: ModelConfig, limits: Limits, sms: Sequence[str], tp: int) -> Native:
     """Record what the library repeats; raises BuildError for an engine that it cannot run, or where compilers or headers are missing."""
-    reason = "it is one part of several, and sums over parts are Python's" if tp > 1 else why_not(plan)
+    reason = why_not(plan)
     if reason is not None:
         raise BuildError(f"the native library does not run this engine: {reason}", WITHOUT)
     chosen = tuple(sm for sm in sms if int(sm) >= LEAST_CAPABILITY)
@@ -51,7 +51,7 @@ def record_native(plan: CachePlan, model: ModelConfig, limits: Limits, sms: Sequ
         why = f"they need sm {LEAST_CAPABILITY}, not {', '.join(sms)}" if sms else "--sm none compiles none"
         raise BuildError(f"the native library holds compiled kernels, and {why}", "Name compute capabilities such as --sm 89.")
     library.check()
-    nodes = Nodes(plan, [op_config(model, plan, layer) for layer in range(model.num_layers)], limits, model.qk_norm)
+    nodes = Nodes(plan, [op_config(model, plan, layer) for layer in range(model.num_layers)], limits, model.qk_norm, tp)
     native = Native(nodes, chosen, tables.record_all(nodes, chosen))
     missing = next((reason for spec in native.specs if (reason := spec.missing())), None)
     if missing is not None:
@@ -94,7 +94,8 @@ def layout(plan: CachePlan, limits: Limits) -> str:
 
     The first line has the plan's number, the entries of the `state` table, layers, page groups, tokens of a page, pages of a sequence, slots; then
     follow the buffers: name, whether rows are pages or slots (P or Z), the bytes of a row, and for every layer whether it has one. The `state` table
-    begins with the plan's number; behind it are their addresses in this order, and zeros.
+    begins with the plan's number; behind it are their addresses in this order, and zeros; of an engine of several parts the last entry is the
+    ncclComm_t of the part, whose number is its rank.
     """
     pages, slots = plan.pages(limits.max_seq_len), limits.max_batch_size
     lines = [f"{plan.number} {plan.num_addresses} {plan.num_layers} {plan.num_page_groups} {plan.page_size} {pages} {slots}"]

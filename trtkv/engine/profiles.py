@@ -8,6 +8,7 @@ from plugins.nodes import STEP_INPUTS
 from trtkv.config import Limits
 from trtkv.engine.tensorrt import Profile, Shape
 from trtkv.plan import CachePlan
+from trtkv.row_plan import pages_read, row_inputs, selection_of
 
 Range = tuple[int, int, int]
 SMALL_PAGE = 16  # tokens of the smallest usual page
@@ -32,7 +33,7 @@ def row_profiles(plan: CachePlan, limits: Limits) -> list[Profile]:
     """Return the profiles of a graph with TensorRT's own attention: one token of every row of the caches, and a chunk of one row."""
     one, batch, tokens = (1, 1, 1), (1, limits.max_batch_size, limits.max_batch_size), (1, limits.max_chunk_tokens, limits.max_chunk_tokens)
 
-    def profile(name: str, rows: Range, new: Range) -> Profile:
+    def profile(name: str, rows: Range, new: Range, pages: int) -> Profile:
         ranges: dict[str, tuple[Range, ...]] = {
             "token_ids": (rows, new),
             "positions": (rows, new),
@@ -40,12 +41,13 @@ def row_profiles(plan: CachePlan, limits: Limits) -> list[Profile]:
             "lengths": (rows,),
             "last_rows": (batch,),
         }
-        row = [(size,) * 3 for size in (plan.num_kv_heads, plan.page_size, plan.head_dim)]
-        ranges |= {f"{buffer.name}.{layer}": (rows, *row) for buffer in plan.buffers for layer in buffer.layers}
+        ranges |= {name: (rows, *((size,) * 3 for size in row)) for name, row in row_inputs(plan)}
+        ranges |= {"reads": ((pages,) * 3,)} if selection_of(plan) else {}
         low, usual, high = ({tensor: tuple(one[index] for one in bounds) for tensor, bounds in ranges.items()} for index in range(3))
         return Profile(name, {tensor: (low[tensor], usual[tensor], high[tensor]) for tensor in ranges})
 
-    return [profile("decode", batch, one), profile("prefill", one, tokens)]
+    chosen, every = pages_read(plan)
+    return [profile("decode", batch, one, chosen), profile("prefill", one, tokens, every)]
 
 
 def largest_sizes(plan: CachePlan, limits: Limits) -> dict[str, int]:

@@ -21,6 +21,7 @@ from plugins.tensorrt.plugin import register
 from plugins.tensorrt.recorder import Recorder, recording
 from trtkv.engine.progress import Monitor, make_monitor
 from trtkv.errors import BuildError
+from trtkv.row_plan import SELECTED
 
 Shape = tuple[int, ...]
 AGAIN = "Build the graph again with this version of trtkv."
@@ -234,10 +235,14 @@ def check_profile(profile: Profile, inputs: Mapping[str, Shape]) -> None:
 
 
 def _give_lengths(trt: Any, network: Any) -> None:
-    """Let attention layers of TensorRT's own stop at their sequences' ends: the parser drops this input, and their mask alone reads whole rows."""
+    """Let attention layers of TensorRT's own stop at their sequences' ends: the parser drops this input, and their mask alone reads whole rows.
+
+    What is selected has no such end.
+    """
     inputs = {tensor.name: tensor for tensor in map(network.get_input, range(network.num_inputs))}
     kind, layers = getattr(trt, "IAttentionInputLayer", None), [network.get_layer(index) for index in range(network.num_layers)]
-    found = [layer for layer in layers if kind is not None and layer.type == trt.LayerType.ATTENTION_INPUT]
+    attention = [layer for layer in layers if kind is not None and layer.type == trt.LayerType.ATTENTION_INPUT]
+    found = [layer for layer in attention if SELECTED not in layer.name]
     if not found or "lengths" not in inputs:
         return
     lengths = network.add_cast(inputs["lengths"], trt.DataType.INT32).get_output(0)

@@ -45,7 +45,7 @@ def build_decoder(model: ModelConfig, plan: CachePlan, limits: Limits, tp: int =
         net.input(LOCAL_ROPE, "float32", [limits.max_seq_len, model.head_dim])
     specs = weight_specs(model, tp)
     for spec in specs:
-        net.weight(spec.name, spec.shape, spec.quantization)
+        net.weight(spec.name, spec.shape, spec.quantization, spec.sources)
 
     def attention(layer: int, qkv: str) -> str:
         at, number = f"layers.{layer}", plan.number_of(layer)
@@ -57,7 +57,7 @@ def build_decoder(model: ModelConfig, plan: CachePlan, limits: Limits, tp: int =
 
     def added(layer: int, part: str, name: str) -> str:
         number = plan.number_of(layer)
-        return part if tp == 1 else net.plugin(ALL_REDUCE, [part], name, number, op_config(model, plan, number))
+        return part if tp == 1 else net.plugin(ALL_REDUCE, [part, "state"], name, number, op_config(model, plan, number))
 
     add_head(net, model, plan, add_layers(net, model, "token_ids", attention, added), tp)
     return Decoder(net.model(), specs)
@@ -71,7 +71,7 @@ def add_head(net: Network, model: ModelConfig, plan: CachePlan, normed: str, tp:
     product = net.linear(normed, weight, "logits.part" if shared else whole)
     if shared:
         last = plan.last_layer
-        net.plugin(ALL_GATHER, [product, net.constant("parts", np.zeros(tp, np.int32))], whole, last, op_config(model, plan, last))
+        net.plugin(ALL_GATHER, [product, net.constant("parts", np.zeros(tp, np.int32)), "state"], whole, last, op_config(model, plan, last))
     if narrow:
         net.node("Cast", [whole], "logits", to=1)
     net.output("logits", "float32", ["R", model.vocab_size])
@@ -96,7 +96,7 @@ def add_layers(net: Network, model: ModelConfig, tokens: str, attention: Attenti
 
     attention(layer, qkv) maps a layer's packed projection [T, (Hq + 2 Hk) D] to [T, Hq D]; added(layer, part, name) sums over an engine's parts.
     """
-    x = net.node("Gather", ["embed", tokens], "x", axis=0)
+    x = net.look_up("embed", tokens, "x")
     if model.embedding_scale != 1.0:
         x = net.scaled(x, model.embedding_scale, "x.scaled")
     for layer in range(model.num_layers):

@@ -1,20 +1,20 @@
 """The decoder with attention of ONNX's own operators, which TensorRT maps to its own layers: no plugin, and the KV cache is tensors of the graph.
 
-A sequence has one row of every cache, in which its tokens lie one after the other: a plan whose pages hold a whole sequence.
+A sequence has one row of every cache, in which its tokens lie one after the other: a plan whose pages hold a whole sequence. Layers attend to
+everything, or in decode to the pages that a query chooses (`native_selection.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from trtkv.config import Limits, ModelConfig
-from trtkv.errors import BuildError
 from trtkv.graph.decoder import Decoder, add_head, add_layers
+from trtkv.graph.native_selection import PageSelection
 from trtkv.graph.network import ONNX_DTYPES, Network
 from trtkv.graph.weights import weight_specs
 from trtkv.plan import CachePlan
+from trtkv.row_plan import row_inputs, selection_of
 
 OPSET, IR_VERSION = 24, 11  # the first with TensorScatter and an Attention that takes lengths
 # Inputs of a step of B rows of S new tokens each: where the first one is written, and how many tokens are stored then.
@@ -26,40 +26,24 @@ INPUTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "last_rows": ("int32", ("R",)),
     "rope": ("float32", ("X", "D")),
 }
-WITHOUT = "Leave --attention out: trtkv's own kernels run it."
-
-
-def row_plan(plan: CachePlan, model: ModelConfig, limits: Limits) -> CachePlan:
-    """Give every sequence one page, with room for a token that is never read; raises BuildError for what the layers do not run."""
-    extra = next((kind for kind in ("retrieve", "evict", "quantize", "offload", "prefill") if kind in plan.roles), None)
-    if extra is not None:
-        raise BuildError(f"TensorRT's own attention reads everything, and the policy '{plan.policy}' has the role {extra}", WITHOUT)
-    if model.sliding is not None:
-        raise BuildError("TensorRT's own attention reads everything, and layers of the model attend through a sliding window", WITHOUT)
-    if model.dtype == "float32":
-        raise BuildError("TensorRT's own attention takes bfloat16 and float16, not float32", "Add --dtype float16 or bfloat16.")
-    width = -(-(limits.max_seq_len + 1) // 64) * 64
-    buffers = tuple(replace(one, shape=(*one.shape[:2], width, one.shape[3])) for one in plan.buffers)
-    return replace(plan, page_size=width, buffers=buffers)
+SELECTING: dict[str, tuple[str, tuple[str, ...]]] = {"reads": ("int32", ("K",))}  # holds nothing: its length says how many pages a head reads
 
 
 def build_native(model: ModelConfig, plan: CachePlan, limits: Limits) -> Decoder:
     """Build the graph of a plan of `row_plan`: caches `keys.L` and `values.L` [B, Hk, N, D] come out as `keys.L.updated`, in the same memory.
 
-    Output: logits [R, V] fp32 of the rows of [B S] that `last_rows` names.
+    Layers that select have `page_bounds.L` [B, Hk, M, 2 D], too. Output: logits [R, V] fp32 of the rows of [B S] that `last_rows` names.
     """
     net = Network(model.model_type, model.dtype, OPSET, IR_VERSION)
     sizes = {"X": limits.max_seq_len, "D": model.head_dim}
-    for name, (dtype, shape) in INPUTS.items():
+    for name, (dtype, shape) in {**INPUTS, **(SELECTING if selection_of(plan) else {})}.items():
         net.input(name, dtype, [sizes.get(letter, letter) for letter in shape])
     specs = weight_specs(model)
     for spec in specs:
-        net.weight(spec.name, spec.shape, spec.quantization)
-    row: list[int | str] = ["B", model.num_kv_heads, plan.page_size, model.head_dim]
-    for layer in range(model.num_layers):
-        for name in ("keys", "values"):
-            net.input(f"{name}.{layer}", model.dtype, row)
-            net.output(f"{name}.{layer}.updated", model.dtype, row)
+        net.weight(spec.name, spec.shape, spec.quantization, spec.sources)
+    for name, row in row_inputs(plan):
+        net.input(name, model.dtype, ["B", *row])
+        net.output(f"{name}.updated", model.dtype, ["B", *row])
     attention = _Attention(net, model, plan)
     tokens = net.node("Reshape", ["token_ids", net.constant("flat", np.array([-1], np.int64))], "tokens")
     add_head(net, model, plan, add_layers(net, model, tokens, attention.add))
@@ -81,6 +65,8 @@ class _Attention:
         angles = net.node("Gather", ["rope", "positions"], "angles", axis=0)
         angles = net.node("Unsqueeze", [angles, net.constant("axes.2", np.array([2], np.int64))], "angles.each")
         net.split(angles, ["cosines", "sines"], "angles.split", axis=3)
+        select, self.selects = selection_of(plan), plan.select
+        self.pages = PageSelection(net, model, plan, select) if select else None
 
     def add(self, layer: int, qkv: str) -> str:
         net, model, at = self.net, self.model, f"layers.{layer}"
@@ -95,8 +81,11 @@ class _Attention:
             update = net.node("Transpose", [one], f"{at}.{name}.new", perm=(0, 2, 1, 3))
             caches.append(net.node("TensorScatter", [f"{name}.{layer}", update, "writes"], f"{name}.{layer}.updated", axis=2, mode="linear"))
         query = net.node("Transpose", [self._rotated(q, f"{at}.q")], f"{at}.query", perm=(0, 2, 1, 3))
-        scale = model.head_dim**-0.5
-        attended = net.node("Attention", [query, *caches, self.mask, "", "", "lengths"], f"{at}.attention", scale=scale)
+        if self.pages and self.selects[layer]:
+            attended = self.pages.attend(layer, query, *caches)
+        else:
+            scale = model.head_dim**-0.5
+            attended = net.node("Attention", [query, *caches, self.mask, "", "", "lengths"], f"{at}.attention", scale=scale)
         back = net.node("Transpose", [attended], f"{at}.attention.tokens", perm=(0, 2, 1, 3))
         return net.node("Reshape", [back, self.flat], f"{at}.attended")
 

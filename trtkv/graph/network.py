@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 from plugins.config import DOMAIN, VERSION, OpConfig
 from plugins.nodes import OpFace
 from trtkv.config import Activation
-from trtkv.quantized.encoding import SCALES, ZEROS, Quantization
+from trtkv.quantized.encoding import MINIMA, SCALES, ZEROS, Quantization
 
 OPSET, IR_VERSION = 18, 9
 GELU_OPSET = 20  # the first with Gelu
@@ -28,6 +28,8 @@ ONNX_DTYPES = {
     "fp8": TensorProto.FLOAT8E4M3FN,
     "int4": TensorProto.INT4,
     "uint4": TensorProto.UINT4,
+    "int8": TensorProto.INT8,
+    "uint8": TensorProto.UINT8,
 }
 
 
@@ -41,6 +43,7 @@ class Network:
         self._outputs: list[onnx.ValueInfoProto] = []
         self._constants: dict[str, onnx.TensorProto] = {}
         self._wide: dict[str, str] = {}  # what dequantizes a matrix that is stored [in, out]
+        self._exact: dict[str, str] = {}  # and that before it is rounded to the graph's dtype
         self._packed = False
 
     def input(self, name: str, dtype: str, shape: Sequence[int | str]) -> str:
@@ -70,34 +73,67 @@ class Network:
             lengths = self.constant(f"sizes.{'.'.join(map(str, sizes))}", np.array(sizes, np.int64))
             self._nodes.append(helper.make_node("Split", [x, lengths], list(outputs), name=name, axis=axis))
 
+    def top_k(self, x: str, count: str, output: str, axis: int) -> str:
+        """Return the places of the highest values along an axis; count is a shape [1]."""
+        self._nodes.append(helper.make_node("TopK", [x, count], [f"{output}.values", output], name=output, axis=axis))
+        return output
+
     def linear(self, x: str, weight: str, output: str, bias: str | None = None) -> str:
         """Multiply x [T, in] with weight [out, in] transposed; a bias is [1, out], which TensorRT fuses where [out] costs a kernel."""
         wide = self._wide.get(weight, weight)
         return self.node("Gemm", [x, wide] + ([bias] if bias else []), output, transB=int(not wide.endswith(".wide_t")))
 
-    def weight(self, name: str, shape: tuple[int, ...], one: Quantization | None) -> None:
-        """Declare a weight; a matrix [out, in] of codes has scales and zero points beside it, and `linear` dequantizes it.
+    def weight(self, name: str, shape: tuple[int, ...], one: Quantization | None, sources: Sequence[tuple[str, tuple[int, ...]]] = ()) -> None:
+        """Declare a weight; a matrix [out, in] of codes has scales and zero points or minima beside it, and `linear` dequantizes it.
 
-        With a scale for each row TensorRT multiplies by codes [in, out] as they are; [out, in] it would transpose in every step.
+        With a scale for each row TensorRT multiplies by codes [in, out] as they are; [out, in] it would transpose in every step. sources are named
+        where those that a matrix is stacked from are encoded differently: each is then an input.
         """
         if one is None:
             self.input(name, self.dtype, shape)
             return
         self._packed = True
+        wide = self._wide[name] = f"{name}.wide_t" if one.why_no_plan is None else f"{name}.wide"
+        rounds = one.meant_dtype != self.dtype
+        exact = self._exact[name] = f"{wide}.scaled" if rounds else wide
+        if not one.others:
+            self._dequantized(name, shape, one, exact)
+        else:
+            whole, parts = sum(rows for _, (rows, *_) in sources), []
+            for index, (source, (rows, *_)) in enumerate(sources):
+                encoding = one.of(source.removesuffix(".weight"))
+                assert encoding is not None, "what is stacked is encoded as a whole or not at all"
+                parts.append(self._dequantized(f"{name}.{index}", (rows * shape[0] // whole, shape[1]), encoding, f"{name}.{index}.scaled"))
+            self.node("Concat", parts, exact, axis=0)
+        if rounds:
+            self.node("Cast", [exact], wide, to=ONNX_DTYPES[self.dtype])
+
+    def _dequantized(self, name: str, shape: tuple[int, ...], one: Quantization, output: str) -> str:
+        """Declare codes and what is beside them, and make them wide in the dtype of the scales."""
         out, width = shape
         groups, columns = one.groups(width), one.why_no_plan is None
-        codes = "uint4" if one.zero_points else one.codes
-        names = [self.input(name, codes, (width, out) if columns else shape)]
+        unsigned = {"int4": "uint4", "int6": "uint8"}
+        codes = unsigned[one.codes] if one.zero_points or one.minima else {"int6": "int8"}.get(one.codes, one.codes)
         beside = (out, groups) if one.group else (out,)
-        names.append(self.input(name + SCALES, one.scale_dtype, beside))
+        names = [self.input(name, codes, (width, out) if columns else shape), self.input(name + SCALES, one.meant_dtype, beside)]
         if one.zero_points:
             names.append(self.input(name + ZEROS, codes, beside))
         where: dict[str, int] = {"axis": 1, "block_size": one.group} if one.group else {"axis": int(columns)}
-        wide = self._wide[name] = f"{name}.wide_t" if columns else f"{name}.wide"
-        single = one.scale_dtype != self.dtype
-        made = self.node("DequantizeLinear", names, f"{wide}.scaled" if single else wide, **where)
-        if single:
-            self.node("Cast", [made], wide, to=ONNX_DTYPES[self.dtype])
+        made = self.node("DequantizeLinear", names, f"{name}.product" if one.minima else output, **where)
+        if not one.minima:
+            return made
+        minima = self.input(name + MINIMA, one.meant_dtype, (out, groups, 1))
+        made = self._reshaped(made, f"{name}.groups", (0, groups, one.group))
+        return self._reshaped(self.node("Add", [made, minima], f"{name}.sum"), output, (0, width))
+
+    def _reshaped(self, x: str, output: str, shape: tuple[int, ...]) -> str:
+        return self.node("Reshape", [x, self.constant(f"shape.{'.'.join(map(str, shape))}", np.array(shape, np.int64))], output)
+
+    def look_up(self, weight: str, rows: str, output: str) -> str:
+        """Take rows of a matrix; of codes only these are rounded to the graph's dtype."""
+        if self._exact.get(weight) == self._wide.get(weight):
+            return self.node("Gather", [self._exact.get(weight, weight), rows], output, axis=0)
+        return self.node("Cast", [self.node("Gather", [self._exact[weight], rows], f"{output}.exact", axis=0)], output, to=ONNX_DTYPES[self.dtype])
 
     def rms_norm(self, x: str, weight: str, eps: float, output: str) -> str:
         """Normalize rows of x [T, E] by their root mean square in fp32; decomposed, because the native operator needs TensorRT 10.15."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from trtkv.config import DTYPE_BYTES, ModelConfig
 from trtkv.errors import ConfigError
 from trtkv.quantized.encoding import Quantization
-from trtkv.quantized.words import HEAD, LINEAR
+from trtkv.quantized.words import EMBED, HEAD, LINEAR
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class WeightSpec:
 
     def nbytes(self, dtype: str) -> int:
         """Return the bytes of the input in an engine of this dtype, with scales and zero points."""
-        return self.quantization.nbytes(*self.shape) if self.quantization else math.prod(self.shape) * DTYPE_BYTES[dtype]
+        return self.quantization.stack_bytes(self.shape, self.sources) if self.quantization else math.prod(self.shape) * DTYPE_BYTES[dtype]
 
 
 def weight_specs(model: ModelConfig, tp: int = 1) -> list[WeightSpec]:
@@ -56,17 +56,19 @@ def weight_bytes(model: ModelConfig) -> int:
 
 def _quantized(spec: WeightSpec, quantization: Quantization, tp: int) -> WeightSpec:
     """Give a matrix its encoding; raises ConfigError where words, or for parts groups, would be cut through."""
-    module, (out, whole) = spec.sources[0][0].removesuffix(".weight"), (*spec.sources[0][1], 0)[:2]
-    if not module.endswith((HEAD, *LINEAR)) or module in quantization.plain:
+    modules, (out, whole) = [name.removesuffix(".weight") for name, _ in spec.sources], (*spec.sources[0][1], 0)[:2]
+    names = (HEAD, EMBED, *LINEAR) if quantization.packs_embedding else (HEAD, *LINEAR)
+    found = quantization.narrowed(modules) if modules[0].endswith(names) else None
+    if found is None:
         return spec
-    width = spec.shape[1]
-    word = 8 if quantization.codes == "int4" else 1
-    unit = (quantization.group or word) if width != whole else word
-    rows = min(shape[0] for _, shape in spec.sources) // (tp if width == whole else 1)
-    if width % unit or rows % word:
-        problem = f"'{module}' [{out}, {whole}] in {tp} parts of [{rows}, {width}] cuts through groups of {unit} or words of {word} weights"
-        raise ConfigError(problem, "Choose a lower --tp." if tp > 1 else "Take the bfloat16 checkpoint.")
-    return replace(spec, quantization=quantization.model_copy(update={"plain": ()}))
+    width, rows = spec.shape[1], min(shape[0] for _, shape in spec.sources) // (tp if spec.shape[1] == whole else 1)
+    for one in (found, *(other for other, _ in found.others)):
+        word = 8 if one.codes == "int4" and one.format != "gguf" else 1
+        unit = (one.block or one.group or word) if width != whole else word
+        if width % unit or rows % word:
+            problem = f"'{modules[0]}' [{out}, {whole}] in {tp} parts of [{rows}, {width}] cuts through groups of {unit} or words of {word} weights"
+            raise ConfigError(problem, "Choose a lower --tp." if tp > 1 else "Take the bfloat16 checkpoint.")
+    return replace(spec, quantization=found)
 
 
 def shares_head(model: ModelConfig, tp: int) -> bool:

@@ -188,12 +188,16 @@ def _least_page(retrieve: Retrieve | None, quantize: Quantize | None) -> int:
 
 
 def check_budget(name: str, role: Retrieve) -> None:
-    """Raise ConfigError unless the budget holds sink, window, forced units and one group."""
+    """Raise ConfigError unless the budget holds sink, window, forced units and one group, and the pages that these begin and end in."""
     least = role.sink + role.window + role.forced_tokens + role.summary_group
+    pages = -(-role.sink // role.unit) + 1 - (1 - role.window) // role.unit  # that every query reads, at most
+    if role.unit > 1:
+        least = max(least, role.unit * (pages - 1) + 1 + role.forced_tokens)
     if role.budget < least:
         forced = f" + forced {role.forced_tokens}" if role.forced_tokens else ""
+        whole = f", in whole pages of {role.unit}" if role.unit > 1 else ""
         raise ConfigError(
-            f"budget {role.budget} of '{name}' is below sink {role.sink} + window {role.window}{forced} + one group {role.summary_group}",
+            f"budget {role.budget} of '{name}' is below sink {role.sink} + window {role.window}{forced} + one group {role.summary_group}{whole}",
             f"Give at least --budget {least}.",
         )
 

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from trtkv.errors import CheckpointError
-from trtkv.quantized import awq, compressed_tensors, fp8, gptq, modelopt
+from trtkv.quantized import awq, compressed_tensors, fp8, gguf, gptq, modelopt
 from trtkv.quantized.encoding import Quantization, Stored
-from trtkv.quantized.words import linear_modules, refuse
+from trtkv.quantized.words import STACKS, linear_modules, refuse
 
 
 class Format(Protocol):
@@ -20,7 +20,7 @@ class Format(Protocol):
     def stored(self, quantization: Quantization, out: int, width: int, /) -> list[Stored]: ...  # noqa: D102
 
 
-READERS: dict[str, Format] = {"compressed-tensors": compressed_tensors, "fp8": fp8, "awq": awq, "gptq": gptq, "modelopt": modelopt}
+READERS: dict[str, Format] = {"compressed-tensors": compressed_tensors, "fp8": fp8, "awq": awq, "gptq": gptq, "modelopt": modelopt, "gguf": gguf}
 STORED: dict[str, Format] = {**READERS, "gptq_v2": gptq}
 
 
@@ -63,11 +63,12 @@ def tensors_of(inputs: Iterable[Input]) -> tuple[dict[str, tuple[int, ...]], dic
     stored: dict[str, Stored] = {}
     for one in inputs:
         for name, shape in one.sources:
-            if one.quantization is None:
+            module = name.removesuffix(".weight")
+            encoding = one.quantization and one.quantization.of(module)
+            if encoding is None:
                 plain[name] = tuple(shape)
             else:
-                module = name.removesuffix(".weight")
-                stored |= {module + part.suffix: part for part in stored_of(one.quantization, *shape)}
+                stored |= {module + part.suffix: part for part in stored_of(encoding, *shape)}
     return plain, stored
 
 
@@ -84,7 +85,7 @@ def _check_stacks(quantization: Quantization, where: str, num_layers: int) -> No
     """Refuse a checkpoint that quantizes one of q, k and v, or one of gate and up, and not the others: they are one matrix here."""
     plain = set(quantization.plain)
     for layer in range(num_layers):
-        for stack in ([f"self_attn.{name}_proj" for name in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]):
+        for stack in STACKS:
             names = [f"model.layers.{layer}.{name}" for name in stack]
             if 0 < len(plain.intersection(names)) < len(names):
                 refuse(where, f"models that quantize some of {', '.join(names)} and not the others")

@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 from trtkv.errors import CheckpointError
 
 LINEAR = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" for name in ("gate", "up", "down")))
-HEAD = "lm_head"
+STACKS = (tuple(f"self_attn.{name}_proj" for name in "qkv"), ("mlp.gate_proj", "mlp.up_proj"))  # which are one matrix here
+HEAD, EMBED = "lm_head", "model.embed_tokens"
 SUPPORTED = (
     "Supported are compressed-tensors (pack-quantized int4, float-quantized fp8), fp8, AWQ and GPTQ of 4 bits, ModelOpt's FP8 and W4A16_AWQ; "
     "or take the bfloat16 checkpoint."

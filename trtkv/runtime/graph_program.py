@@ -18,6 +18,7 @@ from plugins.config import DOMAIN, VERSION, OpConfig
 from plugins.nodes import FACES
 from trtkv.errors import EngineError
 from trtkv.runtime import fused
+from trtkv.runtime.packed import PackedWeight
 
 if TYPE_CHECKING:
     import onnx
@@ -76,8 +77,12 @@ def _without_dequantizing(nodes: Iterable[Node]) -> Iterator[Node]:
     """Let products read matrices of codes themselves: those are bound with their scales and zero points."""
     codes: dict[str, str] = {}
     for node in nodes:
-        if node.kind == "DequantizeLinear" or (node.kind == "Cast" and node.inputs[0] in codes):
-            codes[node.output] = codes.get(node.inputs[0], node.inputs[0])
+        if node.kind == "DequantizeLinear":
+            codes[node.output] = node.inputs[0]
+        elif node.kind == "Concat" and node.inputs[0] in codes:  # of parts that are encoded differently, which are bound as one
+            codes[node.output] = codes[node.inputs[0]].removesuffix(".0")
+        elif node.kind in ("Cast", "Reshape", "Add") and node.inputs[0] in codes:  # narrowed, or with minima added
+            codes[node.output] = codes[node.inputs[0]]
         else:
             node.inputs = tuple(codes.get(name, name) for name in node.inputs)
             yield node
@@ -218,7 +223,7 @@ def _with_lifetimes(nodes: list[Node], outputs: set[str]) -> list[Node]:
 
 
 def _gather(node: Node, args: list[Any]) -> Tensor:
-    found: Tensor = args[0].index_select(0, args[1])
+    found: Tensor = args[0].look_up(args[1]) if isinstance(args[0], PackedWeight) else args[0].index_select(0, args[1])
     return found
 
 

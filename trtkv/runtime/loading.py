@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -39,6 +40,9 @@ from trtkv.runtime.rows import Executor
 from trtkv.runtime.step import Stepper
 from trtkv.runtime.streams import current
 from trtkv.runtime.weights import map_weights, random_weights
+
+if TYPE_CHECKING:
+    from trtkv.runtime.tensorrt import LoadedPlan
 
 Progress = Callable[[str, float], None]
 MEASURED = "the torch executor's captured steps have been measured on GPUs and TensorRT's have not (--executor tensorrt takes TensorRT)"
@@ -144,12 +148,14 @@ def _open(directory: Path, options: Options, progress: Progress, part: Part | No
     share = (part.index, part.count) if part else (0, 1)
     adapters = read_adapters(options.adapters, manifest.weights, TORCH_DTYPES[manifest.model.dtype], share)
     check_weights((held or manifest.weight_bytes) + adapters.nbytes, device)
+    loaded = None if why_torch is not None else _load_plan(directory, manifest, device)
     weights = {} if held else _weights(manifest, options.weights, device, progress, share)
     adapters = adapters.to(device)
+    native = manifest.attention == "native"  # whose layers select wherever the budget is smaller
     try:
         offload = _offload(plan, manifest.limits, device, options, progress, part)
-        num_pages = [offload.num_pages] if offload else _pool_sizes(plan, manifest.limits, device, options, held)
-        if manifest.attention == "native":
+        num_pages = [offload.num_pages] if offload else _pool_sizes(plan, manifest.limits, device, options, loaded.memory_bytes if loaded else 0)
+        if native:
             num_pages = [min(num_pages[0], manifest.limits.max_batch_size)]  # a decode step runs over all of them
     except CapacityError:
         if part:
@@ -161,13 +167,13 @@ def _open(directory: Path, options: Options, progress: Progress, part: Part | No
     if options.dense_below is not None and options.dense_below < 0:
         raise ConfigError(f"dense-below {options.dense_below} is below 0", "Give tokens, 0 to select wherever the budget is smaller.")
     sequences = manifest.limits.max_batch_size
-    dense = dense_below(plan, sequences, device) if options.dense_below is None else options.dense_below
+    dense = (0 if native else dense_below(plan, sequences, device)) if options.dense_below is None else options.dense_below
     cache = make_cache(plan, num_pages, sequences, device, dense, tier=offload)
     if part:
         cache.reduce, cache.gather, cache.parts = part.reduce, part.gather, part.count
     if gpu_ready(device) is None:
         progress("kernels", 0.0)
-        if manifest.attention == "native":
+        if native:
             store.load_all(sampling_kernels(manifest.model, arch()))
         else:
             store.load_all(kernels_for(plan, manifest.model, manifest.limits, arch()))
@@ -177,7 +183,7 @@ def _open(directory: Path, options: Options, progress: Progress, part: Part | No
             _settle_recall(offload, plan, progress, part)
     elif offload:
         measure.settle(offload, plan)
-    executor = _executor(directory, manifest, why_torch, weights, cache, adapters)
+    executor = _executor(directory, manifest, loaded, weights, cache, adapters)
     ropes = rope_tables(manifest.model, manifest.limits.max_seq_len)
     slots = list(range(manifest.limits.max_batch_size - 1, -1, -1))
     # A cache in tensors has no pages; their number only limits it.
@@ -289,21 +295,24 @@ def checkpoint_path(manifest: Manifest, wanted: str | None) -> Path:
     raise CheckpointError(f"no weights for '{manifest.model_name}' are on this machine", f"{fetch}, or give --weights DIRECTORY or --weights random.")
 
 
+def _load_plan(directory: Path, manifest: Manifest, device: torch.device) -> LoadedPlan:
+    from trtkv.runtime import tensorrt
+
+    return tensorrt.load_plan((directory / PLAN).read_bytes(), manifest, device)
+
+
 def _executor(
-    directory: Path, manifest: Manifest, why_torch: str | None, weights: dict[str, Bound], cache: Cache, adapters: Adapters
+    directory: Path, manifest: Manifest, loaded: LoadedPlan | None, weights: dict[str, Bound], cache: Cache, adapters: Adapters
 ) -> Executor:  # fmt: skip
-    if why_torch is not None:
+    if loaded is None:
         try:
             return TorchExecutor(directory / GRAPH, weights, cache, adapters)
         except EngineError as error:
             raise EngineError(error.problem, manifest.remedy) from None
+    from trtkv.runtime import tensorrt
     from trtkv.runtime.row_executor import RowExecutor
-    from trtkv.runtime.tensorrt import open_executor
 
-    data = (directory / PLAN).read_bytes()
-    if manifest.attention == "native":
-        return open_executor(data, manifest, weights, cache, RowExecutor)
-    return open_executor(data, manifest, weights, cache)
+    return tensorrt.open_executor(loaded, manifest, weights, cache, RowExecutor if manifest.attention == "native" else None)
 
 
 def _why_torch(manifest: Manifest, options: Options, device: torch.device) -> str | None:
@@ -315,6 +324,7 @@ def _why_torch(manifest: Manifest, options: Options, device: torch.device) -> st
     reason = "the torch executor was requested" if wanted == "torch" else reason
     if manifest.attention == "native":
         reason = reason or ("--offload stores tokens outside its caches" if options.offload else None)
+        reason = reason or ("--dense-below is of trtkv's kernels" if options.dense_below else None)
         if reason is not None:
             raise EngineError(f"only TensorRT runs this engine, built with --attention native: {reason}", "Build it without --attention native.")
     elif wanted == "auto" and reason is None and not _holds_weights(manifest) and captures_all(manifest.cache, device):

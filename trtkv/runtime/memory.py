@@ -41,7 +41,10 @@ def claimed_chunk(limits: Limits) -> int:
 
 
 def captured_bytes(plan: CachePlan, limits: Limits, device: torch.device, *, adapters: bool = False) -> int:
-    """Return the bytes that captured steps of all batch sizes take, those that select, and that take adapters, beside those that do not."""
+    """Return the bytes that captured steps of all batch sizes take, those that select, and that take adapters, beside those that do not.
+
+    Steps of TensorRT's also share the memory of their plan (`LoadedPlan.memory_bytes`).
+    """
     steps = limits.max_batch_size * (2 if any(plan.select) else 1) * (2 if adapters else 1)
     return steps * plan.all_layers * CAPTURED_BYTES if device.type == "cuda" else 0
 

@@ -18,28 +18,57 @@ PIECE = 1 << 22  # weights dequantized at a time
 
 @dataclass(frozen=True, slots=True)
 class Codes:
-    """Rows of a matrix [out, in]: fp8 codes, or uint8 [out, in / 2] with two in a byte; scales and zero points (or None: 8) [out, groups]."""
+    """Rows of a matrix [out, in]: codes, fp8 or int8 [out, in], or uint8 [out, in * bits / 8] as `Quantization` says they lie.
+
+    Scales and zero points or minima are [out, groups]; without both the zero is half of what the bits hold. Blocks [out, blocks] of scales and
+    minima, where there are any, multiply those of their groups.
+    """
 
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None
     group: int
+    bits: int = 4
+    minima: Tensor | None = None
+    scale_blocks: Tensor | None = None
+    minimum_blocks: Tensor | None = None
 
     @property
     def width(self) -> int:
         """Weights of a row."""
-        return self.codes.shape[1] * (2 if self.codes.dtype == torch.uint8 else 1)
+        return self.codes.shape[1] * 8 // (self.bits if self.codes.dtype == torch.uint8 else 8)
 
-    def wide(self, rows: slice) -> Tensor:
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors that are there."""
+        every = (self.codes, self.scales, self.zeros, self.minima, self.scale_blocks, self.minimum_blocks)
+        return tuple(one for one in every if one is not None)
+
+    def unpacked(self, rows: slice | Tensor) -> Tensor:
+        """Return the codes of some rows [rows, in], unsigned ones as uint8."""
+        codes = self.codes[rows]
+        if codes.dtype != torch.uint8:
+            return codes
+        if self.bits == 4:
+            return torch.stack((codes & 15, codes >> 4), -1).flatten(1)
+        units = codes.unflatten(1, (-1, 24))
+        low, high = units[..., :16], units[..., 16:]
+        rest = torch.stack([high >> shift & 3 for shift in (0, 2, 4, 6)], -1).flatten(2)
+        return (torch.stack((low & 15, low >> 4), -1).flatten(2) | rest << 4).flatten(1)
+
+    def wide(self, rows: slice | Tensor) -> Tensor:
         """Return some rows dequantized, fp32 [rows, in]."""
-        codes, scales = self.codes[rows], self.scales[rows].float()
-        if codes.dtype == torch.uint8:
-            wide = torch.stack((codes & 15, codes >> 4), -1).flatten(1).float()
+        wide, scales = self.unpacked(rows).float(), self.multiplied(self.scales, self.scale_blocks, rows)
+        if self.minima is None and self.codes.dtype == torch.uint8:
             zeros = None if self.zeros is None else self.zeros[rows].float()
-            wide = wide.sub_(8.0 if zeros is None else self._spread(zeros))
-        else:
-            wide = codes.float()
-        return wide.mul_(self._spread(scales))
+            wide = wide.sub_(float(1 << self.bits - 1) if zeros is None else self._spread(zeros))
+        wide.mul_(self._spread(scales))
+        return wide if self.minima is None else wide.add_(self._spread(self.multiplied(self.minima, self.minimum_blocks, rows)))
+
+    def multiplied(self, values: Tensor, blocks: Tensor | None, rows: slice | Tensor) -> Tensor:
+        """Return some rows of scales or minima, fp32 [rows, groups]."""
+        own = values[rows].float()
+        return own if blocks is None else own.mul_(blocks[rows].float().repeat_interleave(own.shape[1] // blocks.shape[1], 1))
 
     def _spread(self, values: Tensor) -> Tensor:
         """Repeat values [rows, groups] over the weights of their groups."""
@@ -74,8 +103,13 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and zero points."""
-        return sum(one.nbytes for part in self.parts for one in (part.codes, part.scales, part.zeros) if one is not None)
+        """Bytes of codes and all beside them."""
+        return sum(one.nbytes for part in self.parts for one in part.tensors)
+
+    def look_up(self, rows: Tensor) -> Tensor:
+        """Return rows [T] of a matrix that is not stacked, fp32 [T, in]."""
+        (part,) = self.parts
+        return part.wide(rows)
 
     def linear(self, x: Tensor, bias: Weight | None) -> Tensor:
         """Return x [T, in] times the weight transposed, plus bias: [T, out]."""

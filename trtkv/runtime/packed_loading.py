@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -12,14 +13,15 @@ from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.checkpoint.repack import FIX, LAYOUTS, codes_of, scales_of, zeros_of
 from trtkv.checkpoint.weights import Checkpoint, Entry
 from trtkv.errors import CheckpointError
-from trtkv.quantized.encoding import Quantization, Stored
+from trtkv.quantized.encoding import BITS, Quantization, Stored
 from trtkv.quantized.formats import stored_of
 from trtkv.runtime.packed import Codes, PackedWeight, Scratch
 from trtkv.runtime.sources import Source, share
 from trtkv.runtime.uploads import Piece, cut
 
+MORE = ("minima", "scale_blocks", "minimum_blocks")
 UNBIASED = ("o_proj", "gate_proj", "up_proj", "down_proj")
-CODES = {"fp8": torch.float8_e4m3fn, "int4": torch.uint8}
+CODES = {"fp8": torch.float8_e4m3fn, "int4": torch.uint8, "int6": torch.uint8, "int8": torch.int8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,28 +50,32 @@ class _Share:
         name, one = found
         return self.checkpoint.entry(name), one.layout, LAYOUTS[one.layout].cut(self.rows, self.columns)
 
-    def beside(self) -> tuple[Tensor, Tensor | None]:
-        """Return the part's scales and zero points, on the host; raises CheckpointError for values that cannot be right."""
+    def beside(self) -> dict[str, Tensor]:
+        """Return what the part has beside codes by the names of `Codes`, on the host; raises CheckpointError for values that cannot be right."""
         one = self.quantization
         at, form = _there(self.stored("scales"))
-        scales = self._cut(scales_of(self.checkpoint.tensor(at), form.layout, one, self.out, self.width)).to(TORCH_DTYPES[one.scale_dtype])
-        if not bool(scales.isfinite().all()):
-            raise CheckpointError(f"the tensor '{at}' holds scales that are not finite", FIX)
+        scales = scales_of(self.checkpoint.tensor(at), form.layout, one, self.out, self.width)
+        found = {"scales": self._cut(scales).to(TORCH_DTYPES[one.scale_dtype])}
+        for kind, unit in (("minima", one.group), ("scale_blocks", one.block), ("minimum_blocks", one.block)):
+            if (there := self.stored(kind)) is not None:
+                found[kind] = self._cut(self.checkpoint.tensor(there[0]), unit)
+        for kind, values in found.items():
+            if values.is_floating_point() and not bool(values.isfinite().all()):
+                raise CheckpointError(f"the tensor '{_there(self.stored(kind))[0]}' holds {kind.replace('_', ' ')} that are not finite", FIX)
         self._check_order()
         self._check_bias()
-        if (found := self.stored("zeros")) is None:
-            return scales.contiguous(), None
-        at, form = found
-        zeros = self._cut(zeros_of(self.checkpoint.tensor(at), form.layout, at)).contiguous()
-        if one.zero_points:
-            return scales.contiguous(), zeros
-        if bool((zeros != 8).any()):
-            raise CheckpointError(f"the tensor '{at}' holds other zero points than 8, and the configuration calls the weights symmetric", FIX)
-        return scales.contiguous(), None
+        if (there := self.stored("zeros")) is not None:
+            at, form = there
+            zeros = self._cut(zeros_of(self.checkpoint.tensor(at), form.layout, at))
+            if one.zero_points:
+                found["zeros"] = zeros
+            elif bool((zeros != 8).any()):
+                raise CheckpointError(f"the tensor '{at}' holds other zero points than 8, and the configuration calls the weights symmetric", FIX)
+        return {kind: values.contiguous() for kind, values in found.items()}
 
-    def _cut(self, values: Tensor) -> Tensor:
-        """Take the part's rows and groups of values [out, groups]."""
-        group = self.quantization.group
+    def _cut(self, values: Tensor, group: int | None = None) -> Tensor:
+        """Take the part's rows and groups, those of the quantization by default, of values [out, groups]."""
+        group = self.quantization.group if group is None else group
         return values[self.rows, self.columns.start // group : -(-self.columns.stop // group)] if group else values[self.rows]
 
     def _check_order(self) -> None:
@@ -93,33 +99,39 @@ def map_packed(checkpoint: Checkpoint, spec: Source, scratch: Scratch, part: tup
         entry, layout, (rows, columns) = one.codes()
         raw = checkpoint.tensor(_there(one.stored("codes"))[0])
         whole = columns == slice(0, entry.shape[1])
-        codes = codes_of(raw[rows] if whole else raw[rows, columns].contiguous(), layout)
-        made.append(Codes(codes, *one.beside(), one.quantization.group))
+        made.append(_codes(codes_of(raw[rows] if whole else raw[rows, columns].contiguous(), layout), one.beside(), one.quantization))
     return PackedWeight(tuple(made), scratch)
 
 
 def packed_pieces(checkpoint: Checkpoint, spec: Source, scratch: Scratch, device: torch.device, part: tuple[int, int]) -> Upload:
-    """Allocate a quantized graph input on a device and list what fills its codes; scales and zero points are there at once."""
-    shares = list(_shares(checkpoint, spec, part))
-    one, (out, width) = shares[0].quantization, spec.shape
-    codes = torch.empty(out, width if one.codes == "fp8" else width // 2, dtype=CODES[one.codes], device=device)
-    beside = [own.beside() for own in shares]
-    scales = torch.cat([scale for scale, _ in beside]).to(device)
-    zeros = [zero for _, zero in beside if zero is not None]
-    weight = PackedWeight((Codes(codes, scales, torch.cat(zeros).to(device) if zeros else None, one.group),), scratch)
-    pieces, repacked, start = [], [], 0
-    for module in shares:
-        entry, layout, (rows, columns) = module.codes()
-        own = codes[start : start + module.rows.stop - module.rows.start]
-        start += len(own)
-        dtype = torch.uint8 if entry.dtype == CODES["fp8"] else entry.dtype  # copies of columns are of bytes, too
-        target = own.view(-1).view(torch.uint8).view(dtype).view(rows.stop - rows.start, columns.stop - columns.start)
-        row_bytes, whole = entry.shape[1] * dtype.itemsize, columns == slice(0, entry.shape[1])
-        place = entry.start + rows.start * row_bytes
-        pieces += list(cut(Piece(entry.file, place, len(target) * row_bytes, dtype, entry.shape[1], target, None if whole else columns)))
-        if layout not in ("rows", "words"):
-            repacked.append((own, target, layout))
-    return Upload(weight, pieces, repacked)
+    """Allocate a quantized graph input on a device and list what fills its codes; all else is there at once.
+
+    Modules are stacked to one matrix, unless they are encoded differently.
+    """
+    made, pieces, repacked = list[Codes](), list[Piece](), list[tuple[Tensor, Tensor, str]]()
+    for one, modules in groupby(_shares(checkpoint, spec, part), lambda module: module.quantization):
+        shares = list(modules)
+        out, width = sum(module.rows.stop - module.rows.start for module in shares), spec.shape[1]
+        codes = torch.empty(out, width * BITS[one.codes] // 8, dtype=CODES[one.codes], device=device)
+        beside = [module.beside() for module in shares]
+        made.append(_codes(codes, {kind: torch.cat([own[kind] for own in beside]).to(device) for kind in beside[0]}, one))
+        start = 0
+        for module in shares:
+            own = codes[start : start + module.rows.stop - module.rows.start]
+            start += len(own)
+            entry, layout, (rows, columns) = module.codes()
+            dtype = torch.uint8 if entry.dtype == CODES["fp8"] else entry.dtype  # copies of columns are of bytes, too
+            target = own.view(-1).view(torch.uint8).view(dtype).view(rows.stop - rows.start, columns.stop - columns.start)
+            row_bytes, whole = entry.shape[1] * dtype.itemsize, columns == slice(0, entry.shape[1])
+            place = entry.start + rows.start * row_bytes
+            pieces += cut(Piece(entry.file, place, len(target) * row_bytes, dtype, entry.shape[1], target, None if whole else columns))
+            if not LAYOUTS[layout].mapped:
+                repacked.append((own, target, layout))
+    return Upload(PackedWeight(tuple(made), scratch), pieces, repacked)
+
+
+def _codes(codes: Tensor, beside: Mapping[str, Tensor], one: Quantization) -> Codes:
+    return Codes(codes, beside["scales"], beside.get("zeros"), one.group, BITS[one.codes], *(beside.get(kind) for kind in MORE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,27 +150,46 @@ class Upload:
 
 def random_packed(spec: Source, generator: torch.Generator, device: torch.device, scratch: Scratch) -> PackedWeight:
     """Fill a quantized graph input with random codes and the scales that give weights the usual deviation of 0.02."""
-    one, (out, width) = _quantization(spec), spec.shape
-    dtype, groups = TORCH_DTYPES[one.scale_dtype], one.groups(width)
+    one, whole = _quantization(spec), sum(rows for _, (rows, *_) in spec.sources)
+    shares = [(_encoding(one, name), rows * spec.shape[0] // whole) for name, (rows, *_) in spec.sources]
+    made = [_random(own, sum(rows for _, rows in each), spec.shape[1], generator, device) for own, each in groupby(shares, lambda pair: pair[0])]
+    return PackedWeight(tuple(made), scratch)
+
+
+def _random(one: Quantization, out: int, width: int, generator: torch.Generator, device: torch.device) -> Codes:
+    groups, deviation = (out, one.groups(width)), 16.0
     if one.codes == "fp8":
-        codes = torch.empty(out, width, dtype=torch.float32, device=device).normal_(0.0, 16.0, generator=generator).to(CODES["fp8"])
-        return PackedWeight((Codes(codes, torch.full((out, groups), 0.02 / 16, dtype=dtype, device=device), None, one.group),), scratch)
-    codes = torch.randint(0, 256, (out, width // 2), dtype=torch.uint8, device=device, generator=generator)
-    scales = torch.full((out, groups), 0.02 / 4.61, dtype=dtype, device=device)  # codes of four bits deviate by the root of 255 / 12
-    zeros = torch.full((out, groups), 8, dtype=torch.uint8, device=device) if one.zero_points else None
-    return PackedWeight((Codes(codes, scales, zeros, one.group),), scratch)
+        codes = torch.empty(out, width, dtype=torch.float32, device=device).normal_(0.0, deviation, generator=generator).to(CODES["fp8"])
+    else:
+        codes = torch.randint(0, 256, (out, width * BITS[one.codes] // 8), dtype=torch.uint8, device=device, generator=generator)
+        codes, deviation = codes.view(CODES[one.codes]), 2 ** BITS[one.codes] / 12**0.5
+    beside = {}
+    for kind, blocks, value in (("scales", "scale_blocks", 0.02 / deviation), ("minima", "minimum_blocks", -0.02 * 3**0.5)):
+        if kind == "scales" or one.minima:
+            beside[kind] = torch.full(groups, 1 if one.block else value, dtype=TORCH_DTYPES[one.scale_dtype], device=device)
+            if one.block:
+                beside[blocks] = torch.full((out, width // one.block), value, dtype=torch.float16, device=device)
+    if one.zero_points:
+        beside["zeros"] = torch.full(groups, 8, dtype=torch.uint8, device=device)
+    return _codes(codes, beside, one)
 
 
 def _shares(checkpoint: Checkpoint, spec: Source, part: tuple[int, int]) -> Iterator[_Share]:
     for name, shape in spec.sources:
         rows, columns = share(tuple(shape), spec.shape, len(spec.sources), part)
         out, width = shape
-        yield _Share(checkpoint, name.removesuffix(".weight"), out, width, rows, columns or slice(0, width), _quantization(spec))
+        yield _Share(checkpoint, name.removesuffix(".weight"), out, width, rows, columns or slice(0, width), _encoding(_quantization(spec), name))
 
 
 def _quantization(spec: Source) -> Quantization:
     assert spec.quantization is not None, f"{spec.name} is not quantized"
     return spec.quantization
+
+
+def _encoding(stack: Quantization, name: str) -> Quantization:
+    found = stack.of(name.removesuffix(".weight"))
+    assert found is not None, "what is stacked is encoded as a whole or not at all"
+    return found
 
 
 def _there(found: tuple[str, Stored] | None) -> tuple[str, Stored]:

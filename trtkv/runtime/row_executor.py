@@ -1,4 +1,4 @@
-"""Runs plans with TensorRT's own attention, whose KV caches are tensors of the plan: a row for every sequence, in which its tokens lie in order.
+"""Runs plans with TensorRT's own attention, whose caches are tensors of the plan: a row for every sequence, in which its tokens lie in order.
 
 The cache is an ordinary one whose pages hold a whole sequence, so a row is a page. A decode step runs over all rows, of which those without a new
 token write where nothing is read; prompts are read row by row.
@@ -16,9 +16,10 @@ from torch import Tensor
 
 from plugins.cache.cache import Cache
 from trtkv.errors import EngineError
-from trtkv.runtime.tensorrt import DECODE, Refused, TensorrtExecutor
+from trtkv.row_plan import pages_read
+from trtkv.runtime.tensorrt import DECODE, PREFILL, Refused, TensorrtExecutor
 
-CACHES = ("keys", "values")
+CACHES = ("keys", "values", "page_bounds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Run:
     first: int
     count: int
     inputs: dict[str, Tensor]
+    profile: int
     wanted: bool = True  # whether its logits are the step's
 
 
@@ -35,7 +37,7 @@ def runs_of(inputs: Mapping[str, Tensor], rows: int, width: int) -> Iterator[Run
     """Divide a step, as the stepper describes it, into runs over caches of so many rows and tokens a row [Hk, N, D]; logits come in its order."""
     tokens, starts, table = inputs["token_ids"], inputs["cu_seqlens"], inputs["page_table"][0, :, 0]
     if len(tokens) == len(table):
-        yield Run(0, rows, _decode(inputs, table.long(), rows, width))
+        yield Run(0, rows, _decode(inputs, table.long(), rows, width), DECODE)
         return
     asked = inputs["last_rows"].tolist()
     begins, pages = starts.tolist(), table.tolist()
@@ -48,7 +50,7 @@ def runs_of(inputs: Mapping[str, Tensor], rows: int, width: int) -> Iterator[Run
             "lengths": inputs["seq_lens"][row : row + 1].long(),
             "last_rows": torch.tensor(mine or [0], dtype=torch.int32, device=tokens.device),
         }
-        yield Run(pages[row], 1, own, bool(mine))
+        yield Run(pages[row], 1, own, PREFILL, bool(mine))
 
 
 def _decode(inputs: Mapping[str, Tensor], pages: Tensor, rows: int, width: int) -> dict[str, Tensor]:
@@ -74,7 +76,9 @@ class RowExecutor(TensorrtExecutor):
 
     def __init__(self, engine: Any, backend: Any, cache: Cache, *given: Any, **named: Any) -> None:
         """Take the caches as they are; what is never written is zero, since attention multiplies it with weights of zero."""
-        self._rows = {f"{name}.{layer}": cache.buffer(name, layer) for name in CACHES for layer in range(cache.plan.num_layers)}
+        self._rows = {f"{one.name}.{layer}": cache.buffer(one.name, layer).flatten(3) for one in cache.plan.buffers for layer in one.layers}
+        self._reads = [torch.zeros(count, dtype=torch.int32, device=cache.device) for count in pages_read(cache.plan)]
+        cache.no_budget = "TensorRT's own layers read as many pages for all"
         for tensor in self._rows.values():
             tensor.zero_()
         self._at: dict[int, tuple[int, int]] = {}
@@ -84,20 +88,16 @@ class RowExecutor(TensorrtExecutor):
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """Run one step that `Cache.begin_step` announced; inputs are those of the stepper. Returns logits [R, V] fp32."""
         given = {name: tensor.to(self.cache.device) for name, tensor in inputs.items()}
-        logits = []
+        logits, fixed = [], {"rope": given["rope"]}
         for one in runs_of(given, len(self._rows["keys.0"]), self.cache.plan.page_size):
-            profile = self.choose_profile(one.inputs)
             with self._reporting("the step failed"), self._lane.entered():
-                self._point(profile, one.first, one.count)
-            found = self._execute(profile, {**one.inputs, "rope": given["rope"]})
+                self._point(one.profile, one.first, one.count)
+            reads = self._reads[one.profile]
+            found = self._execute(one.profile, {**one.inputs, **fixed, **({"reads": reads} if len(reads) else {})})
             logits += [found] if one.wanted else []
         if not logits:
             raise EngineError("a step without a row of logits", "This is a defect of trtkv: please report it.")
         return torch.cat(logits)
-
-    def choose_profile(self, inputs: Mapping[str, Tensor]) -> int:
-        """Take decode for single tokens, else prefill."""
-        return DECODE if inputs["token_ids"].shape[1] == 1 else 1 - DECODE
 
     def _point(self, profile: int, first: int, count: int) -> None:
         """Let a context read and write some rows of the caches."""

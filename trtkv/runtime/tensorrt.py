@@ -10,6 +10,7 @@ import importlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,17 +42,30 @@ class Refused(Exception):
     """TensorRT said no; why is in its log or in what a plugin recorded."""
 
 
-def open_executor(
-    plan: bytes, manifest: Manifest, weights: Mapping[str, Bound], cache: Cache, kind: type[TensorrtExecutor] | None = None
-) -> TensorrtExecutor:
-    """Load an engine's plan on the session's device with the weights as its inputs; none are needed for a plan that holds them.
+@dataclass(frozen=True, slots=True)
+class LoadedPlan:
+    """A plan that TensorRT has taken, on one device."""
+
+    engine: Any
+    runtime: Any  # which must outlive the engine
+    backend: Backend
+    recorder: Recorder
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that its steps take beside weights and cache; all contexts share them, and plans of this version take no others."""
+        return int(self.engine.device_memory_size_v2)
+
+
+def load_plan(plan: bytes, manifest: Manifest, device: torch.device) -> LoadedPlan:
+    """Load an engine's plan on a device.
 
     Raises EngineError when TensorRT refuses the plan or its inputs are not the manifest's, BuildError when its TensorRT is not installed.
     """
     assert manifest.plan_info is not None
     backend, recorder, fix = load(manifest.plan_info.backend), Recorder(), None
     register(backend.trt, list(FACES.values()))
-    with torch.cuda.device(cache.device), backend.log.collect() as messages, recording(recorder):
+    with torch.cuda.device(device), backend.log.collect() as messages, recording(recorder):
         runtime = backend.trt.Runtime(backend.logger)
         engine = runtime.deserialize_cuda_engine(plan)
         if engine is None and manifest.plan_info.holds_weights:
@@ -65,16 +79,31 @@ def open_executor(
         versions = "" if built == here else f" (built with version {built}, here is {here})"
         reason = messages.errors[0].rstrip(". ") if messages.errors else "it gave no reason"
         raise EngineError(f"{backend.title} refused the plan{versions}: {reason}", fix or f"Build the engine again: {manifest.command} --force.")
-    listed = {name for one in manifest.weights for name in one.inputs}
-    taken = {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)} & listed
+    listed, taken = _weight_inputs(engine, manifest)
     wrong = taken if manifest.plan_info.holds_weights else listed - taken
     if wrong:
         does = "takes the" if manifest.plan_info.holds_weights else "takes no"
         raise EngineError(f"the plan {does} weight '{min(wrong)}', unlike the manifest", f"Build the engine again: {manifest.command} --force.")
+    return LoadedPlan(engine, runtime, backend, recorder)
+
+
+def open_executor(
+    loaded: LoadedPlan, manifest: Manifest, weights: Mapping[str, Bound], cache: Cache, kind: type[TensorrtExecutor] | None = None
+) -> TensorrtExecutor:
+    """Make the executor of a plan on the cache's device, with the weights as its inputs; none are needed for a plan that holds them."""
+    engine, backend = loaded.engine, loaded.backend
+    _, taken = _weight_inputs(engine, manifest)
     bindings = {name: tensor for name, tensor in _tensors(weights) if name in taken}
     contexts = Contexts(engine, backend, KernelFile.of(manifest.files[PLAN], backend, cache.device))
     largest = largest_shapes(cache.plan, manifest.limits) if kind is None else {}
-    return (kind or TensorrtExecutor)(engine, backend, cache, bindings, recorder, Lane(cache.device), contexts, largest, keep=runtime)
+    given = (engine, backend, cache, bindings, loaded.recorder, Lane(cache.device), contexts, largest)
+    return (kind or TensorrtExecutor)(*given, keep=loaded.runtime)
+
+
+def _weight_inputs(engine: Any, manifest: Manifest) -> tuple[set[str], set[str]]:
+    """Return the weights that the manifest lists, and those of them that the plan takes as inputs."""
+    listed = {name for one in manifest.weights for name in one.inputs}
+    return listed, {engine.get_tensor_name(index) for index in range(engine.num_io_tensors)} & listed
 
 
 def _tensors(weights: Mapping[str, Bound]) -> Iterator[tuple[str, Tensor]]:

@@ -72,16 +72,19 @@ def cost_of(model: ModelConfig, policy: Policy, context: int, batch: int) -> Cos
     """Predict what a policy costs at so many sequences of so many tokens each; raises ConfigError or PolicyConflict where it cannot work."""
     found, one = predict(model, policy, context, batch), Footprint(model, policy)
     weights, stored = int(found["weight_bytes"]), one.stored_bytes(context)
-    read, tokens = stored, float(found["tokens_read_per_step"])
+    read = stored
     if policy.retrieve is not None:
-        plan = one.plan
-        sparse = tuple(layer for layer in range(plan.num_layers) if plan.select[layer] is not None)
+        plan, rings = one.plan, one.plan.ring_bytes(context)  # of layers with a sliding window, which are read whole
+        sparse = tuple(layer for layer, select in enumerate(plan.select) if select is not None)
         specs = policy.retrieve.buffers(model, plan.page_size, sparse)
-        summaries = min(stored, sum(spec.row_bytes * len(spec.layers) * context // plan.page_size for spec in specs if spec.paged))
-        read = summaries + round((stored - summaries) * min(1.0, tokens / one.tokens_stored(context)))
+        summaries = min(stored - rings, sum(spec.row_bytes * len(spec.layers) * context // plan.page_size for spec in specs if spec.paged))
+        held = [sum(layer.lengths) / len(layer.lengths) for layer in one.layers(context)]
+        attended = [min(mean, select.budget) if select else mean for mean, select in zip(held, plan.select, strict=True)]
+        read = rings + summaries + round((stored - rings - summaries) * sum(attended) / sum(held))
     # A step reads the embedding's rows of its own tokens alone, unless the head is made of the same table.
     embedding = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size * DTYPE_BYTES[model.dtype]
-    return Cost(int(found["reserved_bytes"]), weights + int(found["peak_bytes"]), weights - embedding + batch * read, tokens)
+    memory = weights + int(found["peak_bytes"])
+    return Cost(int(found["reserved_bytes"]), memory, weights - embedding + batch * read, float(found["tokens_read_per_step"]))
 
 
 def candidates(

@@ -19,7 +19,7 @@ NAME = "libtrtkv_plugins.so"
 SETTING = "TRTKV_TENSORRT_INCLUDE"
 HEADER = "NvInferRuntime.h"
 HERE = Path(__file__).parent
-SOURCES = ("plugins.cpp", "session.cpp", "driver.cpp", "blob.cpp")
+SOURCES = tuple(f"{name}.cpp" for name in ("plugins", "cache_node", "collective", "session", "tensorrt", "driver", "nccl", "blob"))
 FLAGS = (
     "-std=c++17",
     "-O2",

@@ -80,12 +80,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of an engine, whose layers carry `configs` [L]; norms says whether its append nodes take weights of norms."""
+    """The nodes of an engine, or of one of its parts, whose layers carry `configs` [L]; norms says whether its append nodes take weights of norms."""
 
     plan: CachePlan
     configs: Sequence[OpConfig]
     limits: Limits
     norms: bool
+    parts: int = 1
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:

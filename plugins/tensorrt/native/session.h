@@ -41,6 +41,7 @@ class Session {
   static std::shared_ptr<Session> find(void const* state, int64_t entries, CUstream stream);
   ~Session();
   CUdeviceptr buffer(int index, int layer) const { return entries_[1 + index * tables.layers + layer]; }
+  int64_t last() const { return entries_.back(); }
   CUdeviceptr scratch(int batch, int index);
   Step const& step(int batch) const { return tables.at<Step>(tables.steps)[kernels->table().steps + batch - 1]; }
   std::shared_ptr<Kernels> const kernels;

@@ -44,7 +44,7 @@ struct Device { // with a step of every batch from 1 on
 struct Tables {
   char magic[8];
   uint32_t plan, version, policy, sms; // texts
-  uint32_t layers, groups, pages, max_batch, half, norms, heads, dim, buffers, kinds;
+  uint32_t layers, groups, pages, max_batch, half, norms, heads, dim, buffers, kinds, parts;
   Span kind_of_layer, configs, binaries, kernels, launches, arguments, programs, nodes, scratch, steps, devices, texts;
 
   template <typename T> T const* at(Span span) const { return reinterpret_cast<T const*>(reinterpret_cast<char const*>(this) + span.offset); }

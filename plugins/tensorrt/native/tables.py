@@ -21,7 +21,7 @@ MULTIPROCESSORS = {
     "121": (48,),
 }  # fmt: skip
 USUAL = (16, 32, 64, 128)  # of compute capabilities that are not known
-_HEADER = struct.Struct("<8s4I10I24I")
+_HEADER = struct.Struct("<8s4I11I24I")
 Kind = tuple[str, int]  # of GPUs: compute capability and multiprocessors
 
 
@@ -48,7 +48,7 @@ def pack(nodes: Nodes, sms: Sequence[str], steps: Mapping[Kind, Sequence[Step]],
     plan, config = nodes.plan, nodes.configs[0]
     texts = [made.text(one) for one in (plan.hash, trtkv.__version__, plan.policy, ", ".join(sms))]
     sizes = (plan.num_layers, plan.num_page_groups, nodes.pages, nodes.limits.max_batch_size, int(plan.kv_dtype == "float16"), int(nodes.norms),
-             config.num_q_heads, config.head_dim, len(plan.buffers), len(nodes.first_layers))  # fmt: skip
+             config.num_q_heads, config.head_dim, len(plan.buffers), len(nodes.first_layers), nodes.parts)  # fmt: skip
     kinds = struct.pack(f"<{len(nodes.kinds)}i", *nodes.kinds)
     configs = struct.pack(f"<{len(nodes.first_layers)}I", *(made.text(nodes.configs[layer].to_json()) for layer in nodes.first_layers))
     return made.blob(texts, sizes, (kinds, configs), devices)
