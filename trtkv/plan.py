@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from trtkv.buffers import BufferSpec as BufferSpec
+from trtkv.buffers import SlidingPlan as SlidingPlan
 from trtkv.config import DTYPE_BYTES
 from trtkv.errors import EngineError
 from trtkv.rules import Blend, Encoding, EvictRule, Float8, Lag, PerToken, PrefillRule, Summary
@@ -26,7 +28,6 @@ BOOKKEEPING = ("positions", "last_queries")  # buffers of a cache that is evicte
 FORMAT = 2  # raised whenever a plan of the previous format can no longer be read
 ADDRESSES = 16  # the address table has room for a multiple of so many buffers a layer, so that its length is that of other policies
 
-Tier = Literal["device", "host"]
 Phase = Literal["prefill", "decode"]
 Pooling = Literal["softmax-mean", "softmax-max", "mean", "max", "none"]
 # Where tokens lie. In pages in full precision: all tokens (paged), what is left of them where layers store equally many in every head (compacted), or
@@ -35,38 +36,6 @@ Pooling = Literal["softmax-mean", "softmax-max", "mean", "max", "none"]
 # are evicted (gathered). Else in tensors of exactly
 # the stored size (reference).
 Storage = Literal["paged", "compacted", "per_head", "mixed", "encoded", "once", "windowed", "replaced", "gathered", "reference"]
-
-
-@dataclass(frozen=True, slots=True)
-class BufferSpec:
-    """One buffer of the cache in every layer that needs it.
-
-    shape begins with "P" (one row a page of the pool) or "Z" (one row a sequence slot); the rest are integers.
-    tokens_per_entry says how many tokens one entry describes: 1 for keys, the group for a group's bounds, the page for a page's bounds.
-    pool says whose pages: those of tokens in full precision with their summaries, or those of encoded tokens; a token is in one of them.
-    """
-
-    name: str
-    shape: tuple[str | int, ...]
-    letters: str
-    dtype: str
-    layers: tuple[int, ...]
-    tokens_per_entry: int = 1
-    tier: Tier = "device"
-    pool: Literal["plain", "encoded"] = "plain"
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one page or one slot in one layer."""
-        size = DTYPE_BYTES[self.dtype]
-        for dim in self.shape[1:]:
-            size *= int(dim)
-        return size
-
-    @property
-    def paged(self) -> bool:
-        """Whether rows belong to pages rather than to sequence slots."""
-        return self.shape[0] == "P"
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,19 +142,6 @@ class PrefillPlan:
     dense_below: int
     dense_last: int
     rule: PrefillRule | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SlidingPlan:
-    """The model's layers that attend to their newest `window` tokens only; no policy acts on them, and a ring for each slot holds their tokens."""
-
-    window: int
-    layers: tuple[int, ...]
-
-    @property
-    def room(self) -> int:
-        """Tokens of a ring: one page for kernels, which take multiples of 16."""
-        return -(-self.window // 16) * 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,6 +308,14 @@ class CachePlan:
     def slides(self, layer: int) -> bool:
         """Say whether a layer, by its number here, attends through a sliding window."""
         return layer >= self.num_layers
+
+    @property
+    def ring_buffers(self) -> tuple[BufferSpec, ...]:
+        """What rings of sliding layers are, by the model's layers."""
+        if self.sliding is None:
+            return ()
+        shape = ("Z", self.num_kv_heads, self.sliding.room, self.head_dim)
+        return tuple(BufferSpec(f"window_{part}", shape, "Z Hk W D", self.kv_dtype, self.sliding.layers) for part in ("keys", "values"))
 
     def ring_bytes(self, seen: int | None = None) -> int:
         """Return the bytes of what sliding layers store of a sequence that has seen so many tokens, or of the rings of a slot."""

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("rowwise")
 LIMITS = {"max_seq_len": 256, "max_batch_size": 3, "max_chunk_tokens": 128}
 PAIRS = ("lagkv+kivi", "kivi+fier", "quest+fp8")
 HOSTED = ("freekv on the host", "quest on the host")
+SLIDING = ("full", "quest", "h2o", "kivi", "quest on the host")  # of a model whose layers slide but for the third, fourth and seventh
 PROMPTS = [prompt(211, 1), prompt(128, 1) + prompt(9, 2), prompt(3, 3)]  # the first is read in two chunks, the second begins like it
 PARAMS = [
     SamplingParams(max_tokens=40, ignore_eos=True, logprobs=1, top_logprobs=3),
@@ -33,8 +34,11 @@ PARAMS = [
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
-    return make_tiny("llama", tmp_path_factory.mktemp("model") / "llama", vocab_size=288)
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyModel]:
+    folder, kinds = tmp_path_factory.mktemp("model"), ["sliding_attention"] * 8
+    kinds[2] = kinds[3] = kinds[6] = "full_attention"
+    gemma = {"num_hidden_layers": 8, "layer_types": kinds, "sliding_window": 24}
+    return {kind: make_tiny(kind, folder / kind, vocab_size=288, **more) for kind, more in (("llama", {}), ("gemma3_text", gemma))}
 
 
 def idle(engine: Engine) -> bool:
@@ -51,10 +55,10 @@ def hand_over(first: Batcher, offers: Handoffs, second: Batcher, others: Handoff
     return second.submit([tokens], [params], fetched=others.fetch(offer, tokens))
 
 
-@pytest.mark.parametrize("policy", [*PRESETS, *PAIRS, *HOSTED])
-def test_prefill_here_and_decode_there_answer_as_one_engine(policy: str, llama: TinyModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "policy"), [*(("llama", one) for one in (*PRESETS, *PAIRS, *HOSTED)), *(("gemma3_text", one) for one in SLIDING)])
+def test_prefill_here_and_decode_there_answer_as_one_engine(kind: str, policy: str, models: dict[str, TinyModel], tmp_path: Path) -> None:
     name, _, hosted = policy.partition(" ")
-    path = build(str(llama.path), name, sets=small(name), out=tmp_path / "engine", backend="none", sms=["none"], **LIMITS)
+    path = build(str(models[kind].path), name, sets=small(name), out=tmp_path / "engine", backend="none", sms=["none"], **LIMITS)
     options = Options(device="cpu", offload=bool(hosted))
     whole, first, second = (Batcher(open_engine(path, options), None, ahead=False) for _ in range(3))
     alone = []
@@ -72,8 +76,7 @@ def test_prefill_here_and_decode_there_answer_as_one_engine(policy: str, llama: 
     for call, want in zip(calls, alone, strict=True):
         assert list(call.events) == list(want.events), "an event differs: token, log probability, likeliest ones or reason"
         assert len(answered(call)) == call.params[0].max_tokens
-    shares = first.engine.cache.plan.in_pages and first.engine.cache.plan.evict is None
-    assert not shares or sent[1] < sent[0] / 2, "pages that the second engine had were sent"
+    assert not first.engine.cache.plan.shares_pages or sent[1] < sent[0] / 2, "pages that the second engine had were sent"
     until = time.monotonic() + 5
     while (first.kept or others.blocks.used) and time.monotonic() < until:
         time.sleep(0.01)

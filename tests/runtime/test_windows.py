@@ -11,19 +11,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plugins.append.launch_token import token_kernel
+from plugins.attend.launch_dense import dense_kernel
 from plugins.cache.ledgers.evicting import EvictingLedger
+from plugins.kernel_list import kernels_for
 from tests.examples import examples
 from tests.plugins.launches_in_torch import Launches, force_kernels
 from tests.policies.cases import PRESETS, small
 from tests.runtime.test_executor import DEVICES, REORDERED, assert_as_good_as_transformers, worst
 from tests.runtime.test_policies import generate, prompts
 from tests.tiny import TinyModel, make_rig, make_tiny
+from tests.toy_graph import needs_rtx
 from trtkv.api import build
+from trtkv.checkpoint.find import resolve_model
 from trtkv.checkpoint.weights import Checkpoint
-from trtkv.config import ModelConfig
+from trtkv.config import Limits, ModelConfig
 from trtkv.diagnose.verify import Plan, verify
+from trtkv.engine.manifest import read_manifest
 from trtkv.engine.predict import predict
-from trtkv.errors import ConfigError
+from trtkv.errors import BuildError, ConfigError
 from trtkv.graph.weights import weight_specs
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.llm import LLM
@@ -133,6 +139,29 @@ def test_a_step_by_kernels_reads_the_window_alone(kind: str, tmp_path: Path, mon
     ours, theirs = (torch.cat([rig.feed(tokens[place : place + 1], seen=place) for place in range(60, 90)]) for rig in (wired, plain))
     assert worst(ours, exact) <= 2 * worst(theirs, exact)
     assert launches.names == ["attend_dense"] * 30 * tiny.config.num_layers
+
+
+def test_an_engine_brings_the_kernels_of_its_windows() -> None:
+    """Where no layer of the policy runs them: all select from one-bit keys, or from codes."""
+    model = resolve_model("gemma3-270m").config.model_copy(update={"dtype": "bfloat16"})
+    for policy in (parse_policy("fier", sets=["retrieve.dense_layers=0"]), parse_policy("kivi")):
+        listed = kernels_for(policy.plan(model), model, Limits(), "90")
+        assert token_kernel(4, 1, 256, 16, 0, True, True, "90") in listed and dense_kernel(256, 4, True, "90") in listed
+
+
+@pytest.mark.trt
+@needs_rtx
+@pytest.mark.usefixtures("no_kernels")
+def test_tensorrt_takes_the_graph(tmp_path: Path) -> None:
+    tiny = make_tiny("gemma3_text", tmp_path / "model", dtype=torch.bfloat16, tokenizer=False, **{**KINDS["gemma3_text"], "head_dim": 256})
+    out = build(str(tiny.path), "fier", out=tmp_path / "engine", budget=64, max_seq_len=256, backend="tensorrt_rtx", sms=["80", "120"])
+    info = read_manifest(out).plan_info
+    assert info is not None and info.sms == ("80", "120")
+
+
+def test_float16_is_refused(tiny_gemma: TinyModel, tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"exceed what float16 holds. Add --dtype bfloat16 or float32"):
+        build(str(tiny_gemma.path), "full", out=tmp_path / "engine", dtype="float16", backend="none", max_seq_len=256)
 
 
 def test_policies_need_a_layer_to_act_on(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def _buffers(manifest: Manifest) -> list[dict[str, Any]]:
             "layers": len(one.layers),
             "bytes_per_row": one.row_bytes,
         }
-        for one in manifest.cache.buffers
+        for one in (*manifest.cache.buffers, *manifest.cache.ring_buffers)
     ]
 
 
@@ -156,6 +156,9 @@ def _plugins(graph: onnx.GraphProto) -> list[dict[str, Any]]:
 
 
 def _layer(node: onnx.NodeProto) -> int:
+    """Return the model's layer, which a node carries by its number in the cache plan."""
+    if named := re.match(r"layers\.(\d+)\.", node.name):
+        return int(named[1])
     return next(int(helper.get_attribute_value(one)) for one in node.attribute if one.name == "layer")
 
 

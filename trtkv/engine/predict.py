@@ -60,8 +60,7 @@ def predict(
         found["buffers"] = _tiered(one, context, batch_size)
         found["host_bytes"] = _layout(one, context).host_bytes(one.plan.pages(context)) * batch_size
         found["device_bytes"], found["device_peak_bytes"] = _on_device(one, context, batch_size)
-    if one.plan.sliding is not None:
-        found["buffers"] += _rings(one, batch_size)
+    found["buffers"] += [_row(spec, [batch_size]) for spec in one.plan.ring_buffers]
     if gpu_memory is not None:
         room = parse_bytes(gpu_memory) - weights
         found["cache_room_bytes"] = max(0, room)
@@ -176,15 +175,6 @@ def _exact(one: Footprint, context: int, batch_size: int) -> list[dict[str, Any]
         shape = f"[{spec.letters.replace('P', 'B', 1).replace('N', 'S', 1)}] = [{', '.join(dims)}]"
         rows.append(_listed(spec, shape, part.bytes(lengths, encoded) * batch_size))
     return rows
-
-
-def _rings(one: Footprint, batch_size: int) -> list[dict[str, Any]]:
-    """List the rings of layers that attend through a sliding window."""
-    plan = one.plan
-    assert plan.sliding is not None
-    shape = ("Z", plan.num_kv_heads, plan.sliding.room, plan.head_dim)
-    names = ("window_keys", "window_values")
-    return [_row(BufferSpec(name, shape, "Z Hk W D", plan.kv_dtype, plan.sliding.layers), [batch_size]) for name in names]
 
 
 def _row(spec: BufferSpec, counts: Sequence[int]) -> dict[str, Any]:
