@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import subprocess
 import sys
 import threading
@@ -64,3 +66,20 @@ def test_a_block_that_fails_leaves_what_there_was(tmp_path: Path) -> None:
         (stage / "new").write_text("x")
         raise LookupError
     assert names(tmp_path) == ["out"] and names(tmp_path / "out") == ["old"]
+
+
+@pytest.mark.parametrize("call", ["os.open", "fcntl.flock"])
+def test_an_interruption_before_the_lock_leaves_nothing(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def interrupted(*given: object, **more: object) -> object:
+        calls.append(given)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return real(*given, **more)
+
+    real = getattr({"os.open": os, "fcntl.flock": fcntl}[call], call.partition(".")[2])
+    monkeypatch.setattr(f"trtkv.checkpoint.staging.{call}", interrupted)
+    with pytest.raises(KeyboardInterrupt), staging(tmp_path / "out"):
+        pass
+    assert names(tmp_path) == []

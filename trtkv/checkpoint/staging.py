@@ -16,17 +16,15 @@ def staging(out: Path, waits: Callable[[], None] = lambda: None) -> Iterator[Pat
 
     Another process that writes the same `out` is waited for, after a call of `waits`; what a killed one left is removed. Raises OSError.
     """
-    stage = out.parent / f".{out.name}.partial"
-    lock = _own(stage, waits)
+    stage, locks = out.parent / f".{out.name}.partial", list[int]()
     try:
+        _own(stage, locks, waits)
         for left in stage.iterdir():
             shutil.rmtree(left) if left.is_dir() else left.unlink()
         shutil.rmtree(_old(stage), ignore_errors=True)
         yield stage
     finally:
-        if _is_ours(stage, lock):
-            shutil.rmtree(stage, ignore_errors=True)
-        os.close(lock)
+        _leave(stage, locks)
 
 
 def replace_directory(stage: Path, out: Path) -> None:
@@ -38,25 +36,33 @@ def replace_directory(stage: Path, out: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _own(stage: Path, waits: Callable[[], None]) -> int:
-    """Make a directory and lock it: the lock ends with the process, however that ends, and is of the directory, wherever it is moved."""
+def _own(stage: Path, locks: list[int], waits: Callable[[], None]) -> None:
+    """Make a directory and lock it: the lock, which locks takes, ends with the process and is the directory's, wherever it is moved."""
     while True:
         stage.mkdir(parents=True, exist_ok=True)
         try:
-            lock = os.open(stage, os.O_RDONLY)
+            locks.append(os.open(stage, os.O_RDONLY))
         except FileNotFoundError:
             continue
         try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                waits()
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            if _is_ours(stage, lock):
-                return lock
-        except BaseException:
-            os.close(lock)
-            raise
+            fcntl.flock(locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waits()
+            fcntl.flock(locks[-1], fcntl.LOCK_EX)
+        if _is_ours(stage, locks[-1]):
+            return
+        os.close(locks.pop())
+
+
+def _leave(stage: Path, locks: list[int]) -> None:
+    """Remove a directory that is ours: locked, or made by `_own` and not locked yet when it was interrupted."""
+    with suppress(OSError):  # it was moved, or is another's
+        if not locks:
+            locks.append(os.open(stage, os.O_RDONLY))
+        fcntl.flock(locks[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_ours(stage, locks[-1]):
+            shutil.rmtree(stage, ignore_errors=True)
+    for lock in locks:
         os.close(lock)
 
 
