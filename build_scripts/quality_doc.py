@@ -67,7 +67,8 @@ def main() -> None:
 
 def page(records: Records, folder: Path) -> str:
     """Return the page; folder holds the records of `trtkv eval`."""
-    parts = [head(records), goals(records), reading(records), storing(records), prefill(folder), ruler(folder), closeness(folder), windows(folder)]
+    parts = [head(records), goals(records), reading(records), storing(records), prefill(folder), ruler(folder), closeness(folder), windows(folder),
+             weights(folder)]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
 
@@ -256,6 +257,30 @@ error of a layer's attention output, and share of the 32 most attended tokens th
 
 Of 2,048 tokens that `full` generates after a prompt of 256, the presets tried ({tried}) would have written at least
 {least["figures"]["agreement"]:.1%} (`{least["policy"]}`) with a budget of 576; commits {commits(long)}, `engines/quality-long.jsonl`."""
+
+
+def weights(folder: Path) -> str:
+    """Write what quantized weights cost with the whole cache and with compressed ones."""
+    rows = read_records(folder / "quality-weights.jsonl")
+    models, policies = (list(dict.fromkeys(row[key] for row in rows)) for key in ("model", "policy"))
+    found = {(row["model"], row["policy"], row["task"]): row for row in rows}
+
+    def cell(model: str, policy: str) -> str:
+        perplexity, passkey = (found[model, policy, task] for task in ("perplexity", "passkey"))
+        return f"{perplexity['figures']['perplexity']:.2f}, {round(passkey['figures']['score'] * passkey['samples'])}"
+
+    one, passed = (found[models[0], policies[0], task] for task in ("perplexity", "passkey"))
+    shown = [
+        [model.rpartition("135m-")[2] if index else "as pulled", *(cell(model, policy) for policy in policies)] for index, model in enumerate(models)
+    ]
+    return f"""## Quantized weights beside compressed caches
+
+Perplexity on {one["figures"]["tokens"]:.0f} tokens (standard error of their mean loss {one["figures"]["nll_error"]:.2f}
+nats) and pass keys found of {passed["samples"]}, question seen, at {one["length"]:,} tokens; `fier` at 11%. Weights by
+`trtkv quantize`, int4 calibrated on 256 tokens, activations float32, CPU, commit {commits(rows)}.
+`build_scripts/quality_weights.py`, `engines/quality-weights.jsonl`.
+
+{table(["weights", *(f"`{policy}`" for policy in policies)], shown)}"""
 
 
 def windows(folder: Path) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -217,6 +218,8 @@ def test_a_file_is_read_once_and_is_a_model_afterwards(tmp_path: Path, capsys: C
     tiny = write_gguf(tmp_path / "some.gguf", kinds=mixed, **SIZE)
     line = complaint(capsys, "build", "--model", tiny.file, "--out", tmp_path / "engine", "--backend", "none")
     assert f"Run trtkv pull {tiny.file}" in line
+    for command in (("pull", tmp_path / "no.gguf"), ("plan", "--model", tmp_path / "no.gguf", "--context", "100")):
+        assert "no.gguf' does not exist" in complaint(capsys, *command)
     assert call("pull", tiny.file) == 0
     path = Path(capsys.readouterr().out.strip())
     before = (path / "model.safetensors").stat().st_ino
@@ -227,6 +230,9 @@ def test_a_file_is_read_once_and_is_a_model_afterwards(tmp_path: Path, capsys: C
     told = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert told["weight_bytes"] == sum(spec.nbytes("bfloat16") for spec in weight_specs(source.config)) and "int6" in told["weights"]
     assert call("pull", tiny.file, "--no-packed") == 0 and resolve_model(str(tiny.file)).config.quantization is None
+    (tmp_path / "elsewhere").mkdir()
+    other = shutil.copyfile(tiny.file, tmp_path / "elsewhere" / "some.gguf")
+    assert f"Run trtkv pull {other}" in complaint(capsys, "plan", "--model", other, "--context", "100")
     os.utime(tiny.file, (4e9, 4e9))
     assert "changed since it was read" in complaint(capsys, "build", "--model", tiny.file, "--out", tmp_path / "engine", "--backend", "none")
     tiny.file.write_bytes(tiny.file.read_bytes()[:20000])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -39,8 +40,18 @@ def pulled_path(preset: str) -> Path:
 
 
 def is_gguf(name: str) -> bool:
-    """Whether a name is that of a GGUF file that is there."""
-    return name.endswith(".gguf") and Path(name).expanduser().is_file()
+    """Whether a name is that of a GGUF file."""
+    return name.endswith(".gguf") and not Path(name).expanduser().is_dir()
+
+
+def converted_path(file: Path) -> Path:
+    """Return the directory into which a GGUF file is read: of files of one name in several places each has its own.
+
+    Raises CheckpointError for a file that does not exist.
+    """
+    if not file.is_file():
+        raise CheckpointError(f"the file '{file}' does not exist", "Check its name.")
+    return pulled_path(f"{file.name}-{hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:8]}")
 
 
 def is_newer(directory: Path, file: Path) -> bool:
@@ -134,7 +145,7 @@ def model_list() -> list[dict[str, Any]]:
 
 
 def _converted(name: str, file: Path) -> Source:
-    path = pulled_path(file.name)
+    path = converted_path(file)
     if not is_complete(path):
         raise CheckpointError(f"'{name}' was not read yet", f"Run trtkv pull {name}.")
     if not is_newer(path, file):

@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args
 
-from trtkv.checkpoint.find import ORIGIN, cached_snapshot, data_home, is_complete, is_gguf, is_newer, pulled_path, resolve_model
+from trtkv.checkpoint.find import ORIGIN, cached_snapshot, converted_path, data_home, is_complete, is_gguf, is_newer, pulled_path, resolve_model
 from trtkv.checkpoint.gguf import convert_gguf
 from trtkv.checkpoint.staging import replace_directory, staging
 from trtkv.config import Dtype
@@ -120,7 +120,7 @@ def _disk(where: Path) -> Iterator[None]:
 
 
 def _convert_file(file: Path, dtype: str | None, packed: bool | None, force: bool, progress: Progress) -> Path:
-    packed, target = packed is not False, pulled_path(file.name)
+    packed, target = packed is not False, converted_path(file)
     with staging(target, lambda: progress("waiting for another pull", 0.0)) as stage:
         if not force and _fits(target, dtype, packed) and is_newer(target, file):
             progress("here already", 1.0)

@@ -12,8 +12,8 @@ LINEAR = (*(f"self_attn.{name}_proj" for name in "qkvo"), *(f"mlp.{name}_proj" f
 STACKS = (tuple(f"self_attn.{name}_proj" for name in "qkv"), ("mlp.gate_proj", "mlp.up_proj"))  # which are one matrix here
 HEAD, EMBED = "lm_head", "model.embed_tokens"
 SUPPORTED = (
-    "Supported are compressed-tensors (pack-quantized int4, float-quantized fp8), fp8, AWQ and GPTQ of 4 bits, ModelOpt's FP8 and W4A16_AWQ; "
-    "or take the bfloat16 checkpoint."
+    "Supported are compressed-tensors (pack-quantized int4, float-quantized fp8), fp8, AWQ and GPTQ of 4 bits, ModelOpt's FP8 and W4A16_AWQ, "
+    "GGUF files; or take the bfloat16 checkpoint."
 )
 
 
