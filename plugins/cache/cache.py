@@ -7,7 +7,7 @@ node holds the cache, and the runtime announces every step with `begin_step` bef
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from plugins.cache import kernel_support
 from plugins.cache.batch import Row, StepGroup
 from plugins.cache.bytes import ByteCount
+from plugins.cache.compared import Compared
 from plugins.cache.ledgers.ledger import Ledger
 from plugins.cache.overrides import EVERYTHING, Overrides, least_budget
 from plugins.cache.pages import HeadPages, Ints, Lengths, PageList, Pages, by_group
@@ -32,7 +33,7 @@ MOST_OVERLAPPED_TOKENS = 1 << 21  # tokens times KV heads of a step up to which 
 T = TypeVar("T")
 
 
-class Cache(ABC):
+class Cache(Compared):
     """Buffers of a running engine: `buffers[name][layer]` is a tensor or None, rows are pages or slots as the plan says."""
 
     uses_pages = True  # whether tokens lie in the pages of the allocator
@@ -132,7 +133,7 @@ class Cache(ABC):
         """Let the step's stream wait for what runs beside it."""
         self.tier.join()
 
-    def prepare_replay(self) -> None:  # noqa: B027 - few variants have anything to do
+    def prepare_replay(self) -> None:
         """Put the device into the state that a captured step expects, whatever failed before."""
 
     def forget_shared(self) -> None:
@@ -331,43 +332,10 @@ class Cache(ABC):
         if self.windows is not None:
             self.windows.compared = True
 
-    @abstractmethod
-    def read(self, layer: int, row: Row) -> tuple[Tensor, Tensor]:
-        """Return the keys and values [Hk, S, D] that a sequence's newest query may read, decoded; the newest token is last."""
-
-    def exact_from(self, layer: int, row: Row) -> int:
-        """Return the token from which on `read` returns keys and values as they were appended."""
-        return 0
-
-    def newest(self, layer: int, row: Row, places: Sequence[int]) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return keys and values [Hk, D] of a sequence's tokens, counted from its end (1 is the newest), that are stored as they were appended."""
-        (keys, values), first = self.read(layer, row), self.exact_from(layer, row)
-        tokens = {place: row.stored - place for place in places}
-        return {place: (keys[:, token], values[:, token]) for place, token in tokens.items() if token >= first}
-
-    def attended(self, layer: int, b: int, row: Row, newer: int, chosen: list[list[int]] | None = None) -> list[tuple[Tensor, Tensor]]:
-        """Return the keys and values [K, D] that each query head of a query with `newer` newer tokens attends to.
-
-        chosen lists tokens for each head that selects.
-        """
-        (keys, values), group = self.read(layer, row), self.plan.num_q_heads // self.plan.num_kv_heads
-        chosen = self.visible(layer, b, row, newer) if chosen is None else chosen
-        end, found = row.stored - newer, []
-        for head in range(self.plan.num_q_heads):
-            tokens = slice(0, end) if chosen is None else chosen[head if len(chosen) == self.plan.num_q_heads else head // group]
-            found.append((keys[head // group, tokens], values[head // group, tokens]))
-        return found
-
-    def visible(self, layer: int, b: int, row: Row, newer: int) -> list[list[int]] | None:
-        """List, for each KV head, the tokens of `read` that exist for a query with so many newer ones; None where all before it do."""
-        return None
-
     @property
     def copies(self) -> bool:
         """Whether a sequence can be copied to another slot."""
         return False
-
-    compares_selection = True  # whether what is selected can be read off `read`
 
     # For variants
 
