@@ -78,6 +78,7 @@ def test_a_floor_that_nothing_reaches_names_what_comes_nearest(tiny_llama: TinyM
         (("--latency", 3), "need each other"),
         (("--out", "fier.toml"), "name of a preset"),
         (("--out", "x.json"), "does not end with .toml"),
+        (("--out", "nowhere/x.toml"), "cannot be written"),
         (("--task", "perplexity"), "how much a policy loses against full"),
         (("--text", "missing.txt"), "does not exist"),
         (("--min-quality", 1.5), "out of range"),

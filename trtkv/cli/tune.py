@@ -93,15 +93,14 @@ def tune(
     from trtkv.eval.opened import Setup
     from trtkv.eval.plot import check_plot
     from trtkv.eval.tasks import task_names
-    from trtkv.policies.registry import check_file_name
     from trtkv.tune.candidates import candidates
     from trtkv.tune.measure import TEXT, Question, Search
     from trtkv.tune.race import choose
-    from trtkv.tune.report import command, draw, rows, write
+    from trtkv.tune.report import check_out, command, draw, rows, write
 
     if plot is not None:
         check_plot(plot)
-    check_file_name(out)
+    check_out(out)
     goal = _goal(min_quality, memory, latency, bandwidth, least)
     tasks = task_specs(task_names(([TEXT] if text or not task else []) + list(listed(task))), [*(data or ()), *([f"{TEXT}={text}"] if text else [])])
     (full, *field), misfits = candidates(model, context, batch, listed(policy), listed(budget), tuple(settings or ()), dtype, weights)

@@ -10,6 +10,7 @@ from typing import Any
 
 from trtkv.errors import ConfigError
 from trtkv.eval.plot import save
+from trtkv.policies.registry import check_file_name
 from trtkv.policies.written import write_policy
 from trtkv.tune.candidates import Candidate
 from trtkv.tune.estimate import Estimate
@@ -30,6 +31,13 @@ def rows(goal: Goal, field: Sequence[Candidate], found: Mapping[str, Estimate], 
             "frontier": one.subject.key in best, "admitted": goal.admits(one), "chosen": chosen is not None and one.subject.key == chosen.subject.key,
         })  # fmt: skip
     return told
+
+
+def check_out(path: Path) -> None:
+    """Raise ConfigError unless a policy's file may have this name and can be written, before anything is measured."""
+    check_file_name(path)
+    if not path.parent.is_dir() or not os.access(path.parent, os.W_OK) or path.is_dir():
+        raise ConfigError(f"the policy's file '{path}' cannot be written", "Choose a file in a directory that exists and can be written.")
 
 
 def write(path: Path, one: Candidate, comment: str) -> None:
