@@ -131,9 +131,7 @@ class Fleet:
         }  # fmt: skip
         try:
             self.frontend = self._start_frontend()
-            for words in self.programs:
-                self.add(words)
-            self.wait()
+            self.wait([self.add(words) for words in self.programs])
         except BaseException:
             self.close()
             raise
@@ -180,15 +178,15 @@ class Fleet:
             return set()
         return {one["instance_id"] for one in found if one["endpoint"] == "generate"}
 
-    def wait(self) -> None:
-        """Wait until the frontend knows all workers that run, and their model."""
-        running = [worker for worker in self.workers if worker.alive]
-        self.until(lambda: {worker.instance() for worker in running} <= self.instances(), "the frontend knows the workers")
-        self.until(lambda: bool(self.models) or not running, "the frontend lists the model")
+    def wait(self, workers: Sequence[Member] | None = None) -> None:
+        """Wait until the frontend knows some workers, by default all that run, and their model; raises AssertionError where one of them has ended."""
+        running = [worker for worker in self.workers if worker.alive] if workers is None else workers
+        self.until(lambda: {worker.instance() for worker in running} <= self.instances(), "the frontend knows the workers", running)
+        self.until(lambda: bool(self.models) or not running, "the frontend lists the model", running)
 
-    def until(self, done: Callable[[], bool], what: str) -> None:
-        """Wait until something is so; raises AssertionError where it takes longer than `patience_s` or a process ends meanwhile."""
-        end, running = time.monotonic() + self.patience_s, [member for member in (self.frontend, *self.workers) if member.alive]
+    def until(self, done: Callable[[], bool], what: str, needed: Sequence[Member] = ()) -> None:
+        """Wait until something is so; raises AssertionError where it takes longer than `patience_s` or a process ends, or one needed has."""
+        end, running = time.monotonic() + self.patience_s, [member for member in (self.frontend, *self.workers) if member.alive or member in needed]
         while not done():
             ended = [member for member in running if not member.alive]
             assert not ended and time.monotonic() < end, f"not so: {what}\n{self.logs()}"

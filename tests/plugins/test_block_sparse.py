@@ -147,7 +147,12 @@ def test_what_reads_everything_is_dense(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("name", ["xattention", "lagkv+xattention", "freekv+xattention", "flexprefill", "lagkv+flexprefill"])
 def test_a_cache_attends_by_kernels_as_in_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two sequences read their prompts, one from its middle on, another is being answered."""
+    """Two sequences read their prompts, one from its middle on, another is being answered.
+
+    Which blocks are read follows from sums that add in another order than torch's: a block at the border may be in one choice only, so the numbers
+    are the same in every run.
+    """
+    torch.manual_seed(1)
     own = ("gamma=0.2", "min_budget=16") if "flexprefill" in name else ("stride=4", "tau=0.5")
     sets = [f"prefill.{one}" for one in ("block=16", "dense_below=20", "dense_last=70", *own)]
     plan, config = parse_policy(name, sets=sets).plan(MODEL), OpConfig(4, 2, 16, 0.25, 1e-6, 0, 4)

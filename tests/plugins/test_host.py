@@ -33,7 +33,7 @@ class Toy:
     def __init__(self) -> None:
         self.calls: list[Any] = []
         select = SimpleNamespace(width=CONFIG.select_width, pooling="max")
-        self.plan: Any = SimpleNamespace(policy="toy", num_layers=9, num_q_heads=2, num_kv_heads=1, head_dim=16, select=[select] * 9)
+        self.plan: Any = SimpleNamespace(policy="toy", num_layers=9, all_layers=9, num_q_heads=2, num_kv_heads=1, head_dim=16, select=[select] * 9)
         self.device = torch.device(DEVICE)
 
 

@@ -18,7 +18,7 @@ from tests.tiny import make_tiny
 from trtkv import api
 from trtkv.diagnose.verify import HostedExecutor
 from trtkv.runtime.loading import Engine, Options, open_engine
-from trtkv.runtime.rope import rope_table
+from trtkv.runtime.rope import rope_tables
 from trtkv.runtime.rows import StepRow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -62,9 +62,8 @@ def through(package: Backend, engine: Engine, built: Any = None) -> PluginHost:
     """Exchange an engine's executor, also for its captured steps, for one that goes through plugin objects."""
     host = PluginHost(package, engine.cache, built)
     manifest = engine.manifest
-    rope = rope_table(manifest.model.rope, manifest.model.head_dim, manifest.limits.max_seq_len)
     hosted = HostedExecutor.over(engine.stepper.executor, host)
-    engine.stepper.__init__(hosted, engine.cache, manifest.limits, rope)
+    engine.stepper.__init__(hosted, engine.cache, manifest.limits, rope_tables(manifest.model, manifest.limits.max_seq_len))
     return host
 
 
