@@ -167,3 +167,10 @@ def make_packed(name: str, path: Path, *, kind: str = "llama", dtype: torch.dtyp
         raw["quantization_config"] = config
     (path / "config.json").write_text(json.dumps(raw))
     return TinyModel(path, tiny.model, ModelConfig.from_dir(path))
+
+
+def spoil(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
+    """Change the tensors of a checkpoint."""
+    tensors = load_file(path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, path / "model.safetensors")

@@ -13,12 +13,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.adapters import shapes_of, write_adapter
 from tests.checkpoint.conftest import TinyGguf, blocks, mixed, write_gguf
 from tests.console import Capture, call, complaint
+from tests.packing import spoil
 from trtkv.api import build
 from trtkv.checkpoint.find import resolve_model
 from trtkv.checkpoint.gguf import convert_gguf
@@ -162,12 +162,6 @@ def test_an_engine_is_verified_and_its_parts_are_named(dtype: str, tmp_path: Pat
     }
 
 
-def spoiled(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(path / "model.safetensors")
-    change(tensors)
-    save_file(tensors, path / "model.safetensors")
-
-
 Q = "model.layers.0.self_attn.q_proj"
 
 
@@ -184,7 +178,7 @@ Q = "model.layers.0.self_attn.q_proj"
 def test_bad_tensors_are_one_line(change: Callable[[dict[str, Tensor]], object], problem: str, tmp_path: Path) -> None:
     tiny = write_gguf(tmp_path / "x.gguf", kinds=mixed, **SIZE)
     out = convert_gguf(tiny.file, tmp_path / "out", packed=True)
-    spoiled(out, change)
+    spoil(out, change)
     with pytest.raises(CheckpointError, match=problem) as error:
         bound(out)
     assert "\n" not in str(error.value)

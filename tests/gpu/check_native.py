@@ -270,11 +270,17 @@ def time_of(run: Callable[[], object]) -> float:
     return best
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def options(about: str | None) -> argparse.ArgumentParser:
+    """Return what every check of the native library takes."""
+    parser = argparse.ArgumentParser(description=about)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--prepare", action="store_true")
     parser.add_argument("--sm", default="90")
+    return parser
+
+
+def main() -> None:
+    parser = options(__doc__)
     parser.add_argument("--case", action="append")
     given = parser.parse_args()
     if given.prepare:

@@ -5,7 +5,6 @@ As check_native.py: python -m tests.gpu.check_native_parts FOLDER [--prepare] [-
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import sys
 from pathlib import Path
@@ -67,10 +66,7 @@ def follow(index: int, folder: str, store: str, cases: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--prepare", action="store_true")
-    parser.add_argument("--sm", default="90")
+    parser = check_native.options(__doc__)
     parser.add_argument("--case", action="append")
     given = parser.parse_args()
     if given.prepare:

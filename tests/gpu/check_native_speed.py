@@ -5,14 +5,13 @@ As check_native.py: python -m tests.gpu.check_native_speed FOLDER [--prepare] [-
 
 from __future__ import annotations
 
-import argparse
 import gc
 import sys
 from pathlib import Path
 
 import torch
 
-from tests.gpu.check_native import NAME
+from tests.gpu.check_native import NAME, options
 from tests.native.host import HOST, NativeHost, compile_source
 from trtkv import api
 from trtkv.bench.load import Load, Work
@@ -60,10 +59,7 @@ def step_us(directory: Path, batch: int, context: int, *, native: bool) -> float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--prepare", action="store_true")
-    parser.add_argument("--sm", default="90")
+    parser = options(__doc__)
     parser.add_argument("--model", default="qwen2.5-7b")
     parser.add_argument("--policy", action="append", choices=POLICIES)
     parser.add_argument("--context", type=int, default=8192)

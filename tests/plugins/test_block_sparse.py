@@ -149,8 +149,7 @@ def test_what_reads_everything_is_dense(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_cache_attends_by_kernels_as_in_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two sequences read their prompts, one from its middle on, another is being answered.
 
-    Which blocks are read follows from sums that add in another order than torch's: a block at the border may be in one choice only, so the numbers
-    are the same in every run.
+    The numbers are the same in every run: torch adds in another order, so a block whose share lies at the cut may be in one choice only.
     """
     torch.manual_seed(1)
     own = ("gamma=0.2", "min_budget=16") if "flexprefill" in name else ("stride=4", "tau=0.5")

@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from plugins.tensorrt.tensors import TORCH_NAMES
-from tests.packing import AWQ, FORMATS, INT4, make_packed, of_compressed_tensors
+from tests.packing import AWQ, FORMATS, INT4, make_packed, of_compressed_tensors, spoil
 from tests.runtime.test_executor import assert_as_good_as_transformers
 from tests.tiny import TinyModel, make_rig
 from trtkv.checkpoint.weights import Checkpoint
@@ -102,12 +101,6 @@ def test_a_plan_gets_codes_transposed_where_they_lie(device: str, tmp_path: Path
 def test_the_runtime_knows_tensorrts_word_for_fp8() -> None:
     trt = pytest.importorskip("tensorrt_rtx")
     assert getattr(torch, TORCH_NAMES[trt.DataType.FP8.name]) == torch.float8_e4m3fn
-
-
-def spoil(path: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    tensors = load_file(path / "model.safetensors")
-    change(tensors)
-    save_file(tensors, path / "model.safetensors")
 
 
 Q = "model.layers.0.self_attn.q_proj"

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trtkv.config import DTYPE_BYTES, ModelConfig
+from trtkv.config import ModelConfig
 from trtkv.engine.footprint import Footprint
 from trtkv.engine.predict import predict
 from trtkv.errors import ConfigError, TrtkvError
 from trtkv.eval.budgets import apply_budget, budget_tokens, has_budget
 from trtkv.eval.subjects import Subject, make_subject, model_subjects
+from trtkv.graph.weights import weight_specs
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
 
@@ -71,8 +72,7 @@ class Candidate:
 def cost_of(model: ModelConfig, policy: Policy, context: int, batch: int) -> Cost:
     """Predict what a policy costs at so many sequences of so many tokens each; raises ConfigError or PolicyConflict where it cannot work."""
     found, one = predict(model, policy, context, batch), Footprint(model, policy)
-    weights, stored = int(found["weight_bytes"]), one.stored_bytes(context)
-    read = stored
+    stored = read = one.stored_bytes(context)
     if policy.retrieve is not None:
         plan, rings = one.plan, one.plan.ring_bytes(context)  # of layers with a sliding window, which are read whole
         sparse = tuple(layer for layer, select in enumerate(plan.select) if select is not None)
@@ -82,9 +82,9 @@ def cost_of(model: ModelConfig, policy: Policy, context: int, batch: int) -> Cos
         attended = [min(mean, select.budget) if select else mean for mean, select in zip(held, plan.select, strict=True)]
         read = rings + summaries + round((stored - rings - summaries) * sum(attended) / sum(held))
     # A step reads the embedding's rows of its own tokens alone, unless the head is made of the same table.
-    embedding = 0 if model.tie_embeddings else model.vocab_size * model.hidden_size * DTYPE_BYTES[model.dtype]
-    memory = weights + int(found["peak_bytes"])
-    return Cost(int(found["reserved_bytes"]), memory, weights - embedding + batch * read, float(found["tokens_read_per_step"]))
+    matrices = sum(spec.nbytes(model.dtype) for spec in weight_specs(model) if model.tie_embeddings or spec.name != "embed")
+    memory = int(found["weight_bytes"]) + int(found["peak_bytes"])
+    return Cost(int(found["reserved_bytes"]), memory, matrices + batch * read, float(found["tokens_read_per_step"]))
 
 
 def candidates(

@@ -64,7 +64,7 @@ def estimate(losses: Losses) -> Estimate:
     """Estimate a quality from losses.
 
     Few samples that agree by chance must not look certain: the variance is at least that of as many right and wrong trials with one more of each
-    (Agresti and Coull's correction, 1998).
+    (Laplace's rule of succession).
     """
     n, trials = losses.samples, losses.trials
     mean = losses.total / n
