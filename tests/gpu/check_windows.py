@@ -67,7 +67,7 @@ def main() -> int:
     """Check every kind of model, head dimension and policy."""
     for kind, changes in KINDS.items():
         for dim in (64, 128, 256):
-            for dtype in (torch.bfloat16, torch.float16):
+            for dtype in (torch.bfloat16,) if kind == "gemma3_text" else (torch.bfloat16, torch.float16):  # Gemma overflows float16
                 with tempfile.TemporaryDirectory() as folder:
                     tiny = make_tiny(kind, Path(folder) / "model", dtype=dtype, **{**changes, "head_dim": dim})
                     for policy, sets in POLICIES.items() if kind != "mistral" else [("full", ())]:
