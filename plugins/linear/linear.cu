@@ -19,13 +19,6 @@ __device__ __forceinline__ float rounded(float x) { return to_float(to_real(x));
 #define MATRIX_ROWS (ROWS * (GATED ? 2 : 1)) // that a group reads
 #define CHUNK 256                            // entries of a row that a warp loads at once
 
-// Of a matrix, before the wait too: the assembler moves loads that are declared as never written (ld.global.nc) behind it, these it leaves where they are.
-__device__ __forceinline__ uint4 load_once(const real* p) {
-  uint4 v;
-  asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-  return v;
-}
-
 __device__ __forceinline__ void unpack(const uint4& v, float2 (&entries)[4]) {
   entries[0] = both(v.x), entries[1] = both(v.y), entries[2] = both(v.z), entries[3] = both(v.w);
 }

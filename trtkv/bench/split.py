@@ -15,7 +15,7 @@ KINDS = {  # what a kernel's time is spent on, by words of its name; the first t
     "attention": ("attend", "flash", "fmha", "merge"),
     "selection": ("score", "select", "speculate", "outlier"),
     "append": ("append", "encode", "move_kernel", "remember", "sums_kernel", "choose_kernel", "spread_kernel"),
-    "weights": ("gemv", "nvjet", "gemm", "splitk", "cutlass"),
+    "weights": ("gemv", "packed", "nvjet", "gemm", "splitk", "cutlass"),
     "norms": ("norm", "silu"),  # where no product makes them
     "sampling": ("sample", "fetch", "feed"),
 }
@@ -59,8 +59,8 @@ def least_times(engine: Engine, bandwidth: float) -> dict[str, float]:
         "append": tokens * (model.qkv_size + q_size + 2 * kv_size) * size,
         "norms": 2 * 4 * tokens * model.hidden_size * size, "sampling": 4 * batch * model.vocab_size,
     }  # fmt: skip
-    for name, (width, inner, gated, _) in products(model).items():
-        parts[name] = (1 if name == "head" else model.num_layers) * (1 + gated) * width * inner * size
+    for name in products(model):
+        parts[name] = weight_bytes(engine.manifest, name)
     return {f"{name}_least_us": round(moved / bandwidth * 1e6, 1) for name, moved in parts.items()}
 
 
@@ -74,10 +74,11 @@ def largest_gap(split: dict[str, float], least: dict[str, float], step_us: float
     return {"idle_us": round(idle, 1), "largest_gap": name, "largest_gap_us": round(gaps[name], 1)}
 
 
-def weight_bytes(manifest: Manifest) -> int:
-    """Bytes of the weights that every step reads: all but an embedding that is only looked up."""
-    looked_up = set() if manifest.model.tie_embeddings else {"embed"}
-    return sum(one.nbytes(manifest.model.dtype) for one in manifest.weights if one.name not in looked_up)
+def weight_bytes(manifest: Manifest, product: str | None = None) -> int:
+    """Bytes of the weights that every step reads, of all layers of one product or of everything: all but an embedding that is only looked up."""
+    tied = manifest.model.tie_embeddings
+    named = {one: one.name.rpartition(".")[2] if one.name != "embed" else "head" if tied else "" for one in manifest.weights}
+    return sum(one.nbytes(manifest.model.dtype) for one, name in named.items() if name and product in (None, name))
 
 
 def kv_bytes_read(engine: Engine) -> tuple[int, int]:

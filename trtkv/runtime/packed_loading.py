@@ -163,6 +163,9 @@ def _random(one: Quantization, out: int, width: int, generator: torch.Generator,
     else:
         codes = torch.randint(0, 256, (out, width * BITS[one.codes] // 8), dtype=torch.uint8, device=device, generator=generator)
         codes, deviation = codes.view(CODES[one.codes]), 2 ** BITS[one.codes] / 12**0.5
+        if one.codes == "int4" and not one.minima:  # no code is 0, as a mean on one side of the zero, 8, would make all keys alike
+            codes += ((codes & 15) == 0).byte() * 8 + (codes < 16).byte() * 128
+            deviation = 17.5**0.5
     beside = {}
     for kind, blocks, value in (("scales", "scale_blocks", 0.02 / deviation), ("minima", "minimum_blocks", -0.02 * 3**0.5)):
         if kind == "scales" or one.minima:

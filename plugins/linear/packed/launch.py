@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plugins.device import kernel
-from plugins.device.driver import arch
+from plugins.device.driver import CACHING_PERCENT, arch
 from plugins.device.kernel import CudaKernel
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Int, Pointer, Spec
@@ -23,6 +23,7 @@ WIDEN = CudaKernel(_CONVERT, "widen", (Pointer,) * 4 + (Int, Int))
 NARROW = CudaKernel(_CONVERT, "narrow", (Pointer,) * 3 + (Int,))
 CONVERT_THREADS = 256
 NARROW_CAPABILITY = 89
+FEW = 4224  # results of a token of which there are at most two blocks for each of 132 multiprocessors
 _SCALES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -60,11 +61,11 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a product is cut: tiles of sixteen rows of a warp, warps of a block, and chunks on their way and one that is read."""
+    """How a product is cut: tiles of sixteen rows of a warp, warps of a block, and chunks of a warp on their way."""
 
     tiles: int
     warps: int
-    stages: int
+    depth: int
 
 
 def takes(x: Tensor, shape: Shape) -> bool:
@@ -73,9 +74,11 @@ def takes(x: Tensor, shape: Shape) -> bool:
 
 
 @cache
-def form_of(shape: Shape) -> Form:
-    """Choose the form for a matrix, as measured on an H100."""
-    return Form(1, 8, 4)
+def form_of(shape: Shape, columns: int) -> Form:
+    """Choose the form for a matrix and tokens in eights, as measured on an H100."""
+    if columns > 1:
+        return Form(1, 8 if shape.width <= FEW else 4, 2)
+    return Form(1, 16 if shape.width <= FEW else 8, 2 if shape.fp8 and not shape.gated else 1)
 
 
 def multiply(x: Tensor, matrix: Matrix, bias: Tensor | None, out: Tensor, shape: Shape, *, form: Form | None = None) -> None:
@@ -85,11 +88,12 @@ def multiply(x: Tensor, matrix: Matrix, bias: Tensor | None, out: Tensor, shape:
     fp32 and rounded once; gate, its silu and up are each rounded before they are multiplied.
     """
     codes, scales, zeros = matrix
-    form = form or form_of(shape)
-    spec = packed_kernel(shape, form, _columns(len(x)), x.dtype == torch.bfloat16, arch())
+    columns = _columns(len(x))
+    form = form or form_of(shape, columns)
+    spec = packed_kernel(shape, form, columns, x.dtype == torch.bfloat16, arch())
     values = (x, codes, scales, zeros, bias, out, len(x), shape.width, shape.inner)
     grid = (-(-shape.width // (16 * form.tiles)), 1, 1)
-    kernel.launch(spec, grid, values, threads=32 * form.warps, shared=spec.shared, overlap=True)
+    kernel.launch(spec, grid, values, threads=32 * form.warps, overlap=True)
 
 
 def widen(matrix: Matrix, out: Tensor, shape: Shape) -> None:
@@ -108,11 +112,10 @@ def narrow(x: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 def packed_kernel(shape: Shape, form: Form, columns: int, bf16: bool, arch: str) -> CudaSpec:
     """Return the kernel of a matrix for up to eight tokens a column."""
-    parts = form.tiles * (1 + shape.gated)
-    shared = max(form.stages * parts * 2 * 512 * form.warps, form.warps * 8 * columns * (16 * parts + 1) * 4)
-    sizes = {"COLUMNS": columns, "TILES": form.tiles, "WARPS": form.warps, "STAGES": form.stages, "BITS": 8 if shape.fp8 else 4, "GROUP": shape.group}
+    sizes = {"COLUMNS": columns, "TILES": form.tiles, "WARPS": form.warps, "DEPTH": form.depth, "BITS": 8 if shape.fp8 else 4, "GROUP": shape.group}
     kinds = {"ZEROS": int(shape.zeros), "SCALE": _SCALES[shape.scales], "GATED": int(shape.gated)}
-    return PACKED.variant(arch, shared=shared, **sizes, **kinds, BF16=bf16)
+    # Blocks read the same tokens, from the first-level cache.
+    return PACKED.variant(arch, percent=CACHING_PERCENT, **sizes, **kinds, BF16=bf16)
 
 
 def widen_kernel(shape: Shape, bf16: bool, arch: str) -> CudaSpec:
@@ -132,7 +135,7 @@ def kernels(shape: Shape, dtype: torch.dtype, most_tokens: int, arch: str) -> It
         return
     bf16 = dtype == torch.bfloat16
     for columns in range(1, _columns(min(MOST_TOKENS, most_tokens)) + 1):
-        yield packed_kernel(shape, form_of(shape), columns, bf16, arch)
+        yield packed_kernel(shape, form_of(shape, columns), columns, bf16, arch)
     yield widen_kernel(shape, bf16, arch)
     if narrows(shape, dtype, int(arch)):
         yield narrow_kernel(bf16, arch)

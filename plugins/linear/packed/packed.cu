@@ -1,12 +1,12 @@
 // Products of up to sixteen tokens with a matrix of codes, y = x W^T + b: codes are read once, as they are stored, and become operands in registers.
 //
 // Built with -DCOLUMNS (tokens in eights), -DTILES (tiles of sixteen matrix rows of a warp), -DWARPS (of a block: they share the inputs of its rows),
-// -DSTAGES (chunks on their way and one that is read), -DBITS (4, or 8 for e4m3), -DGROUP (weights that share a scale, 0: a row), -DZEROS (groups have
+// -DDEPTH (chunks on their way), -DBITS (4, or 8 for e4m3), -DGROUP (weights that share a scale, 0: a row), -DZEROS (groups have
 // zero points; without, that of four bits is 8), -DSCALE (0: fp32, 1: fp16, 2: bf16), -DGATED (row n and row n + N are gate and up: silu(gate) * up)
 // and, for bfloat16, -DBF16.
 //
-// A lane reads 16 bytes of a row at once and multiplies them by the inputs of the same weights: which of a chunk's inputs a product's columns are does
-// not matter. It reads only what it copied itself, so that the copies need no barrier, and they start before what precedes the kernel has ended.
+// A lane reads 16 bytes of a row at once and multiplies them by the inputs of the same weights: which of a chunk's inputs are whose in an instruction
+// does not matter. What it reads first, nobody writes: it is on its way before the kernel before has ended.
 #include "mma.cuh"
 #include "scales.cuh"
 
@@ -16,6 +16,8 @@
 #define PARTS (TILES * (GATED ? 2 : 1))      // tiles, with those that are gated
 #define ROWS (16 * TILES)                    // results of a block for a token
 #define TOKENS (8 * COLUMNS)
+// Blocks of a multiprocessor, at least: fewer registers would spill, more leave the memory idle.
+#define BLOCKS ((PARTS * COLUMNS == 1 ? (WARPS > 8 ? 1024 : 768) : PARTS * COLUMNS == 2 ? (BITS == 8 ? 768 : 512) : 1) / THREADS)
 #define LANE_SCALES (GROUP && GROUP < CHUNK) // else a chunk has one scale a row
 #define CHUNK_SCALES (GROUP && !LANE_SCALES)
 #define FLOATING (BITS == 8)
@@ -67,12 +69,11 @@ struct Shared {
 
 // x [tokens, k], codes [n, k] (GATED: [2 n, k]), scales and zeros [rows, groups], bias [n] or null, out [tokens, n]. k is a multiple of WEIGHTS, all but
 // zeros is aligned to 16 bytes.
-extern "C" __global__ void __launch_bounds__(THREADS) packed(const real* x, const unsigned char* codes, const scale_type* scales,
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed(const real* x, const unsigned char* codes, const scale_type* scales,
     const unsigned char* zeros, const real* bias, real* out, int tokens, int n, int k) {
-  extern __shared__ __align__(16) char memory[];
+  __shared__ float partial[WARPS][TOKENS][16 * PARTS + 1];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, gid = lane >> 2, tig = lane & 3;
   const int first = blockIdx.x * ROWS, chunks = (k + CHUNK - 1) / CHUNK, groups = GROUP ? (k + GROUP - 1) / GROUP : 1;
-  const u32 ring = shared_at(memory) + threadIdx.x * 16;
   const u32 magic = MAGIC | (u32)tokens >> 31;
   start_next();
   const unsigned char* codes_of[PARTS][2];
@@ -88,14 +89,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed(const real* x, cons
       codes_of[p][h] = codes + (long long)row * (k / (8 / BITS)) + tig * 16;
       group_of[p][h] = row * groups;
     }
-  auto place = [&](int stage, int p, int h) { return ring + ((stage * PARTS + p) * 2 + h) * (THREADS * 16); };
-  auto fetch = [&](int stage, int chunk) {
+  uint4 coded[DEPTH][PARTS][2];
+  auto fetch = [&](int d, int chunk) {
     const bool there = chunk * CHUNK + tig * WEIGHTS < k;
 #pragma unroll
     for (int p = 0; p < PARTS; p++)
 #pragma unroll
-      for (int h = 0; h < 2; h++) copy16_sized(place(stage, p, h), codes_of[p][h] + chunk * 64, there ? 16 : 0);
-    copies_commit();
+      for (int h = 0; h < 2; h++) coded[d][p][h] = there ? load_once(codes_of[p][h] + chunk * 64) : make_uint4(0, 0, 0, 0);
   };
   auto read_shared = [&](Shared (&found)[PARTS], int chunk) {
     const int input = LANE_SCALES ? chunk * CHUNK + tig * WEIGHTS : chunk * CHUNK;
@@ -119,34 +119,31 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed(const real* x, cons
     }
   };
 #pragma unroll
-  for (int s = 0; s < STAGES - 1; s++) fetch(s, warp + s * WARPS);
+  for (int d = 0; d < DEPTH; d++) fetch(d, warp + d * WARPS);
   Shared next[PARTS];
   read_shared(next, warp);
   wait_for_input();
-  uint4 coming[COLUMNS][WEIGHTS / 8];
-  read_inputs(coming, warp);
+  uint4 coming[COLUMNS][WEIGHTS / 8]; // of the next chunk, where registers allow it
+  if (FLOATING) read_inputs(coming, warp);
   float sum[PARTS][COLUMNS][4] = {};
-  int stage = 0;
-  for (int chunk = warp; chunk < chunks; chunk += WARPS) {
-    fetch(stage == 0 ? STAGES - 1 : stage - 1, chunk + (STAGES - 1) * WARPS);
+  for (int base = warp; base < chunks; base += DEPTH * WARPS)
+#pragma unroll
+  for (int d = 0; d < DEPTH; d++) {
+    const int chunk = base + d * WARPS;
+    if (chunk >= chunks) break;
     uint4 given[COLUMNS][WEIGHTS / 8];
     Shared now[PARTS];
+    if (!FLOATING) read_inputs(given, chunk);
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c++)
+    for (int c = 0; FLOATING && c < COLUMNS; c++)
 #pragma unroll
       for (int i = 0; i < WEIGHTS / 8; i++) given[c][i] = coming[c][i];
 #pragma unroll
     for (int p = 0; p < PARTS; p++) now[p] = next[p];
-    read_inputs(coming, chunk + WARPS);
+    if (FLOATING) read_inputs(coming, chunk + WARPS);
     if (GROUP) read_shared(next, chunk + WARPS);
-    copies_wait<STAGES - 1>();
     float own[PARTS][COLUMNS][4] = {}, inputs[COLUMNS][4] = {}; // products of this chunk, and its inputs' sums
     auto& into = CHUNK_SCALES || CENTRED ? own : sum;
-    uint4 read[PARTS][2];
-#pragma unroll
-    for (int p = 0; p < PARTS; p++)
-#pragma unroll
-      for (int h = 0; h < 2; h++) read[p][h] = shared16(place(stage, p, h));
 #pragma unroll
     for (int w = 0; w < 4; w++) { // a word of every row
 #pragma unroll
@@ -165,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed(const real* x, cons
           u32 a[2][2];
 #pragma unroll
           for (int h = 0; h < 2; h++) {
-            const uint4 v = read[p][h];
+            const uint4 v = coded[d][p][h];
             const u32 word = w == 0 ? v.x : w == 1 ? v.y : w == 2 ? v.z : v.w;
 #pragma unroll
             for (int i = 0; i < 2; i++) {
@@ -189,11 +186,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) packed(const real* x, cons
           const float made = CENTRED ? fmaf(-now[p].zero[i / 2], inputs[c][i], own[p][c][i]) : own[p][c][i];
           sum[p][c][i] = fmaf(made, now[p].scale[i / 2], sum[p][c][i]);
         }
-    stage = stage + 1 == STAGES ? 0 : stage + 1;
+    fetch(d, chunk + DEPTH * WARPS);
   }
-  copies_wait<0>();
-  __syncthreads(); // the ring becomes the warps' sums
-  float(*partial)[TOKENS][16 * PARTS + 1] = reinterpret_cast<float(*)[TOKENS][16 * PARTS + 1]>(memory);
 #pragma unroll
   for (int p = 0; p < PARTS; p++)
 #pragma unroll
