@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from quality_recommended import encodings, kept, with_interval
+
 from trtkv.bench.records import read_records
 
 ROOT = Path(__file__).parent.parent
@@ -22,6 +24,7 @@ READ_LESS = ("full", "fier", "fier retrieve.sink=4", "quest", "freekv", "arkvale
 STORE_LESS = ("fp8", "kivi", "minikv", "minikv-pyramid", "qhitter", "arkv", "lagkv", "h2o", "snapkv", "pyramidkv", "tova", "streaming", "keydiff",
               "raas", "razor")  # fmt: skip
 OWN_SIZE = ("full", "fp8", "kivi")  # presets without a budget
+SYSTEMS = ("fier", "freekv", "lagkv", "arkv", "minikv")
 CONTEXT = 2048
 MARKERS = "osD^vP*X<>h"
 Record = dict[str, Any]
@@ -67,7 +70,7 @@ def main() -> None:
 
 def page(records: Records, folder: Path) -> str:
     """Return the page; folder holds the records of `trtkv eval`."""
-    parts = [head(records), goals(records), reading(records), storing(records), prefill(folder), ruler(folder), closeness(folder), windows(folder),
+    parts = [head(records), recommended(records, folder), goals(records), reading(records), storing(records), prefill(folder), ruler(folder), closeness(folder), windows(folder),
              weights(folder)]  # fmt: skip
     return "\n\n".join(parts) + "\n"
 
@@ -102,6 +105,25 @@ def peers(records: Records) -> str:
     same = ", ".join(f"`{name}` {sum(one)} of {len(one)}" for name, one in pairs.items())
     versions = next(iter(records.peers.values()))["versions"]
     return f"kvpress {versions['kvpress']} on the same prompts answers alike (both right or both wrong) in so many samples:\n  {same}."
+
+
+def recommended(records: Records, folder: Path) -> str:
+    """Set encodings beside full and the five systems: bytes, and right answers with their interval."""
+    rows = read_records(folder / "quality-codes.jsonl")
+    systems = [[records.find(task, name, 25) for task in TASKS] for name in SYSTEMS]
+    lines = [*encodings(rows, TASKS)]
+    for name, pair in zip(SYSTEMS, systems, strict=True):
+        shares = (with_interval(round(one["exact"] * one["samples"]), one["samples"]) for one in pair if one)
+        lines.append([f"`{name}` at 25%", *(f"{records.share(one):.0%}" for one in pair[:1] if one), "-", *shares, "-"])
+    samples = len(rows) // len(TASKS)
+    return f"""## Which to take
+
+`near-lossless`, for the answers of `full`, runs on kernels; `rotated` in torch. Question unseen, {rows[0]["length"]:,} tokens, 95% intervals; {samples} samples of
+each task for encodings, on the same prompts (float32, 2-core x86-64, {commits(rows)}, `build_scripts/quality_codes.py`), 20 for the five
+systems (H200). Bytes are 16-bit models'; *7B*: of a further token of Qwen2.5-7B; *loss*: nats an answer's token above `full`'s.
+{kept(rows, TASKS)}
+
+{table(["preset", "bytes", "7B", *TASKS, "loss"], lines)}"""
 
 
 def goals(records: Records) -> str:

@@ -49,5 +49,5 @@ def hadamard(like: Tensor) -> Tensor:
     dim = like.shape[-1]
     size, block = dim & -dim, torch.ones(1, 1, device=like.device)
     while len(block) < size:
-        block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)]) * 0.5**0.5
-    return torch.block_diag(*[block] * (dim // size))
+        block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
+    return torch.block_diag(*[block * size**-0.5] * (dim // size))
