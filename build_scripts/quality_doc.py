@@ -70,8 +70,9 @@ def main() -> None:
 
 def page(records: Records, folder: Path) -> str:
     """Return the page; folder holds the records of `trtkv eval`."""
-    parts = [head(records), recommended(records, folder), goals(records), reading(records), storing(records), prefill(folder), ruler(folder), closeness(folder), windows(folder),
-             weights(folder)]  # fmt: skip
+    own = (head, goals, reading, storing)
+    parts = [one(records) for one in own] + [one(folder) for one in (prefill, ruler, closeness, windows, weights)]
+    parts.insert(1, recommended(records, folder))
     return "\n\n".join(parts) + "\n"
 
 
@@ -118,9 +119,10 @@ def recommended(records: Records, folder: Path) -> str:
     samples = len(rows) // len(TASKS)
     return f"""## Which to take
 
-`near-lossless`, for the answers of `full`, runs on kernels; `rotated` in torch. Question unseen, {rows[0]["length"]:,} tokens, 95% intervals; {samples} samples of
-each task for encodings, on the same prompts (float32, 2-core x86-64, {commits(rows)}, `build_scripts/quality_codes.py`), 20 for the five
-systems (H200). Bytes are 16-bit models'; *7B*: of a further token of Qwen2.5-7B; *loss*: nats an answer's token above `full`'s.
+`near-lossless`: the same answers from less memory, on kernels. `rotated`: as small as `kivi` and better, in torch alone. SmolLM2,
+{rows[0]["length"]:,} tokens, question unseen, 95% intervals; encodings answer the same {samples} prompts of each task (float32, 2-core x86-64, {commits(rows)},
+`build_scripts/quality_codes.py`), the five systems 20 (H200). Bytes are 16-bit models', *7B* those of a further token of Qwen2.5-7B; *loss* is in
+nats an answer's token, above `full`'s.
 {kept(rows, TASKS)}
 
 {table(["preset", "bytes", "7B", *TASKS, "loss"], lines)}"""
@@ -210,7 +212,7 @@ def prefill(folder: Path) -> str:
         cells = [[records.find(task, name, 0, length, blind=False, seed=2) for task in TASKS] for length in lengths]
         read = [fmean(one["blocks_read"] for one in pair if one) if all(one and "blocks_read" in one for one in pair) else 1.0 for pair in cells]
         shown = name.replace(" prefill.dense_below=0", "").split()
-        figures = (f"{' / '.join(map(exact, pair))}, {share:.0%}" for pair, share in zip(cells, read, strict=True))
+        figures = (f"{'/'.join(map(exact, pair))}, {share:.0%}" for pair, share in zip(cells, read, strict=True))
         lines.append([" ".join(f"`{one}`" for one in shown), *figures])
     return f"""## Presets that read blocks of a prompt
 
@@ -227,7 +229,7 @@ def answers(records: Records, names: Sequence[str]) -> str:
     for name in names:
         cells = [[records.find(task, name, **place) for task in TASKS] for place in places]
         size = next(one for one in cells[2] if one)
-        rows.append([" ".join(f"`{one}`" for one in name.split()), f"{records.share(size):.0%}", *(" / ".join(map(exact, pair)) for pair in cells)])
+        rows.append([" ".join(f"`{one}`" for one in name.split()), f"{records.share(size):.0%}", *("/".join(map(exact, pair)) for pair in cells)])
     return table(["preset", "bytes", "2k, 11%", "11%, seen", "2k, 25%", "4k, 25%"], rows)
 
 

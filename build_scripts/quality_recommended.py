@@ -32,8 +32,8 @@ def kept(rows: Sequence[Record], tasks: Sequence[str]) -> str:
     found = []
     for task in tasks:
         apart = [row["answers"]["near-lossless"]["exact"] - row["answers"]["full"]["exact"] for row in rows if row["task"] == task]
-        found.append(f"{task} {fmean(apart):+.3f} ± {stdev(apart) / math.sqrt(len(apart)):.3f} ({sum(map(abs, apart))} answers differ)")
-    return f"`near-lossless` less `full`, paired, with standard errors: {'; '.join(found)}."
+        found.append(f"{task} {fmean(apart):+.3f} ± {stdev(apart) / math.sqrt(len(apart)):.3f} ({sum(map(abs, apart))} differ)")
+    return f"`near-lossless` less `full`, paired: {'; '.join(found)}."
 
 
 def with_interval(right: int, samples: int) -> str:
@@ -41,7 +41,7 @@ def with_interval(right: int, samples: int) -> str:
     share, more = right / samples, Z * Z / samples
     middle, width = share + more / 2, Z * math.sqrt((share * (1 - share) + more / 4) / samples)
     low, high = (min(1.0, max(0.0, end / (1 + more))) for end in (middle - width, middle + width))
-    return f"{share:.2f} ({low:.2f} to {high:.2f})"
+    return f"{share:.2f} ({low:.2f}-{high:.2f})"
 
 
 def of_a_token(name: str, model: str = "qwen2.5-7b") -> float:

@@ -50,4 +50,5 @@ def hadamard(like: Tensor) -> Tensor:
     size, block = dim & -dim, torch.ones(1, 1, device=like.device)
     while len(block) < size:
         block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
-    return torch.block_diag(*[block * size**-0.5] * (dim // size))
+    rotation: Tensor = torch.block_diag(*[block * size**-0.5] * (dim // size))
+    return rotation
