@@ -37,7 +37,7 @@ def main() -> None:
     """Ask all samples that the file does not have."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", type=Path)
-    parser.add_argument("--policies", default="full,kivi,near-lossless", help="presets, with changed fields after a blank")
+    parser.add_argument("--policies", default="full,kivi,kivi4", help="presets, with changed fields after a blank")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--tasks", default="passkey,needle")
     parser.add_argument("--length", type=int, default=2048)

@@ -1,8 +1,8 @@
 """Keys and values rotated before they are rounded, keys to four bits and values to two, in KIVI's groups and schedule.
 
 A Hadamard rotation of a head's channels spreads outliers over all of them, as in TurboQuant (arXiv 2504.19874) and KVarN (vLLM pull request 46812),
-which has four bits for keys and two for values. Here the rotation is fixed (theirs has random signs), groups of tokens share the scale of a key's
-channel, and there is neither TurboQuant's codebook nor KVarN's normalisation by variances. The rotation follows RoPE.
+which has four bits for keys and two for values. Here the rotation is fixed where TurboQuant's is random, groups of tokens share the scale of a
+key's channel, and there is neither TurboQuant's codebook nor KVarN's normalisation by variances. The rotation follows RoPE.
 """
 
 from __future__ import annotations
