@@ -14,6 +14,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from quality_recommended import encodings, kept, with_interval
+
 from trtkv.bench.records import read_records
 
 ROOT = Path(__file__).parent.parent
@@ -22,6 +24,7 @@ READ_LESS = ("full", "fier", "fier retrieve.sink=4", "quest", "freekv", "arkvale
 STORE_LESS = ("fp8", "kivi", "minikv", "minikv-pyramid", "qhitter", "arkv", "lagkv", "h2o", "snapkv", "pyramidkv", "tova", "streaming", "keydiff",
               "raas", "razor")  # fmt: skip
 OWN_SIZE = ("full", "fp8", "kivi")  # presets without a budget
+SYSTEMS = ("fier", "freekv", "lagkv", "arkv", "minikv")
 CONTEXT = 2048
 MARKERS = "osD^vP*X<>h"
 Record = dict[str, Any]
@@ -67,8 +70,9 @@ def main() -> None:
 
 def page(records: Records, folder: Path) -> str:
     """Return the page; folder holds the records of `trtkv eval`."""
-    parts = [head(records), goals(records), reading(records), storing(records), prefill(folder), ruler(folder), closeness(folder), windows(folder),
-             weights(folder)]  # fmt: skip
+    own = (head, goals, reading, storing)
+    parts = [one(records) for one in own] + [one(folder) for one in (prefill, ruler, closeness, windows, weights)]
+    parts.insert(1, recommended(records, folder))
     return "\n\n".join(parts) + "\n"
 
 
@@ -102,6 +106,26 @@ def peers(records: Records) -> str:
     same = ", ".join(f"`{name}` {sum(one)} of {len(one)}" for name, one in pairs.items())
     versions = next(iter(records.peers.values()))["versions"]
     return f"kvpress {versions['kvpress']} on the same prompts answers alike (both right or both wrong) in so many samples:\n  {same}."
+
+
+def recommended(records: Records, folder: Path) -> str:
+    """Set encodings beside full and the five systems: bytes, and right answers with their interval."""
+    rows = read_records(folder / "quality-codes.jsonl")
+    systems = [[records.find(task, name, 25) for task in TASKS] for name in SYSTEMS]
+    lines = [*encodings(rows, TASKS)]
+    for name, pair in zip(SYSTEMS, systems, strict=True):
+        shares = (with_interval(round(one["exact"] * one["samples"]), one["samples"]) for one in pair if one)
+        lines.append([f"`{name}` at 25%", *(f"{records.share(one):.0%}" for one in pair[:1] if one), "-", *shares, "-"])
+    samples = len(rows) // len(TASKS)
+    return f"""## Which to take
+
+`kivi4` keeps most answers of `full`, on kernels; `rotated` is as small as `kivi` and better, in torch alone.
+SmolLM2, {rows[0]["length"]:,} tokens, question unseen, 95% intervals. Encodings answer the same {samples} prompts of each task
+(float32, 2-core x86-64, {commits(rows)}, `build_scripts/quality_codes.py`), the five systems 20 (H200). Bytes are 16-bit
+models', *7B* those of a further token of Qwen2.5-7B; *loss* is in nats an answer's token, above `full`'s.
+{kept(rows, TASKS)}
+
+{table(["preset", "bytes", "7B", *TASKS, "loss"], lines)}"""
 
 
 def goals(records: Records) -> str:
@@ -188,7 +212,7 @@ def prefill(folder: Path) -> str:
         cells = [[records.find(task, name, 0, length, blind=False, seed=2) for task in TASKS] for length in lengths]
         read = [fmean(one["blocks_read"] for one in pair if one) if all(one and "blocks_read" in one for one in pair) else 1.0 for pair in cells]
         shown = name.replace(" prefill.dense_below=0", "").split()
-        figures = (f"{' / '.join(map(exact, pair))}, {share:.0%}" for pair, share in zip(cells, read, strict=True))
+        figures = (f"{'/'.join(map(exact, pair))}, {share:.0%}" for pair, share in zip(cells, read, strict=True))
         lines.append([" ".join(f"`{one}`" for one in shown), *figures])
     return f"""## Presets that read blocks of a prompt
 
@@ -205,7 +229,7 @@ def answers(records: Records, names: Sequence[str]) -> str:
     for name in names:
         cells = [[records.find(task, name, **place) for task in TASKS] for place in places]
         size = next(one for one in cells[2] if one)
-        rows.append([" ".join(f"`{one}`" for one in name.split()), f"{records.share(size):.0%}", *(" / ".join(map(exact, pair)) for pair in cells)])
+        rows.append([" ".join(f"`{one}`" for one in name.split()), f"{records.share(size):.0%}", *("/".join(map(exact, pair)) for pair in cells)])
     return table(["preset", "bytes", "2k, 11%", "11%, seen", "2k, 25%", "4k, 25%"], rows)
 
 

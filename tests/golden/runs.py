@@ -131,6 +131,8 @@ def small(policy: str) -> tuple[str, ...]:
             if name in SMALL and not (name in UNLESS_EMPTY and not value):
                 size = BUDGET_OF_EVICTED if name == "budget" and kind == "retrieve" and "evict" in roles else SMALL[name]
                 sets.append(f"{kind}.{name}={json.dumps(size)}")
+            elif kind == "quantize" and name == "group" and value > SMALL["residual"]:
+                sets.append(f"quantize.group={SMALL['residual']}")
     return tuple(sets)
 
 

@@ -34,6 +34,8 @@ def small(name: str, budget: int | None = 96) -> Policy:
         update: dict[str, object] = {key: value for key, value in SMALL.items() if key in fields}
         if budget is not None and "budget" in fields:
             update["budget"] = budget
+        if kind == "quantize" and getattr(role, "group", 0) > SMALL["residual"]:
+            update["group"] = SMALL["residual"]
         policy = policy.model_copy(update={kind: role.model_copy(update=update)})
     return policy.check()
 

@@ -13,6 +13,8 @@ from trtkv.config import ModelConfig
 from trtkv.plan import Occupancy
 from trtkv.policies.base import Quantize
 from trtkv.policies.packing import pack, unpack
+from trtkv.policies.quantize.kivi import Kivi
+from trtkv.policies.quantize.rotated import Rotated, hadamard
 from trtkv.policies.registry import role_class, role_names
 from trtkv.simulation import simulate
 
@@ -69,6 +71,11 @@ def bound(role: Quantize, codes: dict[str, Tensor], x: Tensor, part: str) -> Ten
     eps, tiny = torch.finfo(x.dtype).eps, torch.finfo(x.dtype).tiny
     if not hasattr(role, "bits"):
         return x.float().abs() * (2.0**-4 + eps) + codes["scale"].float()[..., None] * 2.0**-10
+    if isinstance(role, Rotated):  # an error of the rotated numbers, their own rounding included, spreads over the channels it came from
+        turn, plain = hadamard(x), Kivi(bits=role.bits_of(part), group=role.group, residual=role.residual)
+        rotated = x.float() @ turn
+        own = bound(plain, codes, rotated, part) + rotated.abs() * eps + tiny * eps
+        return own @ turn.abs()
     scale, steps = codes["scale"].float(), (1 << role.bits) - 1
     if scale.dim() == 2:
         scale = scale[..., None].expand(x.shape)
@@ -85,6 +92,7 @@ def bound(role: Quantize, codes: dict[str, Tensor], x: Tensor, part: str) -> Ten
 def test_equal_numbers_survive(name: str, dtype: torch.dtype, number: float) -> None:
     role = made(name, 4)
     x = torch.full((1, role.key_group, 16), number, dtype=dtype)
+    x = x @ hadamard(x).to(dtype) if isinstance(role, Rotated) else x
     for part in ("keys", "values"):
         decoded = role.decode(role.encode(x, part), part)
         assert bool(torch.isfinite(decoded).all())
@@ -106,6 +114,13 @@ def test_kivi_codes_keys_per_channel_and_values_per_token() -> None:
     x[:, :, 6] = torch.arange(32) % 2
     assert torch.equal(role.decode(role.encode(x, "keys"), "keys"), x)
     assert not torch.allclose(role.decode(role.encode(x, "values"), "values"), x, atol=0.1)
+
+
+@given(dim=st.sampled_from([16, 48, 64, 96, 128]), seed=st.integers(0, 99))
+def test_the_rotation_leaves_products_as_they_are(dim: int, seed: int) -> None:
+    a, b = torch.randn(2, dim, generator=torch.Generator().manual_seed(seed)).double()
+    turn = hadamard(a).double()
+    assert torch.allclose(turn @ turn, torch.eye(dim, dtype=torch.float64), atol=1e-6) and torch.allclose(a @ turn @ (b @ turn), a @ b, atol=1e-5)
 
 
 def test_half_a_step_rounds_to_even() -> None:

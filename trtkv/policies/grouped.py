@@ -33,17 +33,22 @@ class Grouped(Quantize):
         """The group."""
         return self.group
 
+    def bits_of(self, part: Part) -> int:
+        """Return the bits of a key's or a value's code."""
+        return self.bits
+
     def encode(self, x: Tensor, part: Part) -> dict[str, Tensor]:
         """Encode keys [Hk, S, D] to codes [Hk, S/g, D, g bits/8] and metadata [Hk, S/g, D]; values to [Hk, S, D bits/8] and [Hk, S, D/g]."""
+        bits = self.bits_of(part)
         if part == "keys":
-            codes, scale, minimum = encode_minimum(torch.unflatten(x, 1, (-1, self.group)).transpose(2, 3), self.bits)
-            return {"codes": pack(codes, self.bits), "scale": scale, "minimum": minimum}
-        codes, scale, minimum = encode_minimum(torch.unflatten(x, 2, (-1, gcd(self.group, x.shape[2]))), self.bits)
-        return {"codes": pack(codes, self.bits).flatten(2), "scale": scale, "minimum": minimum}
+            codes, scale, minimum = encode_minimum(torch.unflatten(x, 1, (-1, self.group)).transpose(2, 3), bits)
+            return {"codes": pack(codes, bits), "scale": scale, "minimum": minimum}
+        codes, scale, minimum = encode_minimum(torch.unflatten(x, 2, (-1, gcd(self.group, x.shape[2]))), bits)
+        return {"codes": pack(codes, bits).flatten(2), "scale": scale, "minimum": minimum}
 
     def decode(self, codes: Mapping[str, Tensor], part: Part) -> Tensor:
         """Decode keys or values to [Hk, S, D] fp32."""
-        plain = unpack(codes["codes"], self.bits)
+        plain = unpack(codes["codes"], self.bits_of(part))
         if part == "keys":
             return decode_minimum(plain, codes["scale"], codes["minimum"]).transpose(2, 3).flatten(1, 2)
         return decode_minimum(torch.unflatten(plain, 2, (codes["scale"].shape[2], -1)), codes["scale"], codes["minimum"]).flatten(2)
@@ -51,12 +56,12 @@ class Grouped(Quantize):
     def buffers(self, model: ModelConfig, page_size: int, layers: tuple[int, ...]) -> tuple[BufferSpec, ...]:
         """Codes, scale and minimum of keys and values, in pages of encoded tokens."""
         heads, dim, groups = model.num_kv_heads, model.head_dim, page_size // self.group
-        share, width = dim // gcd(self.group, dim), self.group * self.bits // 8
+        share, width, row = dim // gcd(self.group, dim), self.group * self.bits_of("keys") // 8, dim * self.bits_of("values") // 8
         return (
             BufferSpec("key_codes", ("P", heads, groups, dim, width), "P Hk N/g D g*bits/8", "uint8", layers, self.group, pool="encoded"),
             BufferSpec("key_scale", ("P", heads, groups, dim), "P Hk N/g D", model.dtype, layers, self.group, pool="encoded"),
             BufferSpec("key_minimum", ("P", heads, groups, dim), "P Hk N/g D", model.dtype, layers, self.group, pool="encoded"),
-            BufferSpec("value_codes", ("P", heads, page_size, dim * self.bits // 8), "P Hk N D*bits/8", "uint8", layers, pool="encoded"),
+            BufferSpec("value_codes", ("P", heads, page_size, row), "P Hk N D*bits/8", "uint8", layers, pool="encoded"),
             BufferSpec("value_scale", ("P", heads, page_size, share), "P Hk N D/g", model.dtype, layers, pool="encoded"),
             BufferSpec("value_minimum", ("P", heads, page_size, share), "P Hk N D/g", model.dtype, layers, pool="encoded"),
         )

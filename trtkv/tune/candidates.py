@@ -19,13 +19,13 @@ SHARES = ("12.5%", "25%", "50%")
 # Presets and settings that are tried where the user names none: those that store or read less than `full` and have kernels.
 USUAL: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("fp8", ()),
-    ("kivi", ("quantize.bits=4",)),
+    ("kivi4", ()),
     ("kivi", ()),
     ("fier", ("retrieve.sink=4",)),
     ("quest", ()),
     ("freekv", ()),
     ("fier+fp8", ("retrieve.sink=4",)),
-    ("fier+kivi", ("retrieve.sink=4", "quantize.bits=4")),
+    ("fier+kivi4", ("retrieve.sink=4",)),
     ("quest+fp8", ()),
     ("snapkv", ()),
     ("snapkv+fp8", ()),
