@@ -54,7 +54,7 @@ class TinyModel:
     @torch.no_grad()
     def logits(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
         """Run transformers in a dtype on tokens [T]: [T, V] fp64."""
-        return self.model.to(dtype)(tokens[None]).logits[0].double()
+        return _cast(self.model, dtype)(tokens[None]).logits[0].double()
 
 
 def make_tiny(kind: str, path: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32, tokenizer: bool = True, **changes: Any) -> TinyModel:
@@ -64,12 +64,18 @@ def make_tiny(kind: str, path: Path, *, seed: int = 0, dtype: torch.dtype = torc
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for parameter in model.parameters():
         scale, shift = (0.2, 0.0) if parameter.dim() > 1 else (0.3, 1.0)
-        parameter.data = (torch.randn(parameter.shape, generator=generator) * scale + shift).to(dtype)
-    model = model.to(dtype)
-    model.save_pretrained(path)
+        parameter.data = torch.randn(parameter.shape, generator=generator) * scale + shift
+    _cast(model, dtype).save_pretrained(path)
     if tokenizer:
         write_byte_tokenizer(path)
     return TinyModel(path, model, ModelConfig.from_dir(path))
+
+
+def _cast(model: Any, dtype: torch.dtype) -> Any:
+    """Cast what a checkpoint holds; `model.to` would also round the rotary frequencies, for every later dtype."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def write_byte_tokenizer(path: Path) -> None:

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from plugins.device.dtypes import TORCH_DTYPES
 from plugins.device.spec import Spec
 from plugins.linear import launch
+from plugins.linear.packed import launch as packed
 from trtkv.config import Limits, ModelConfig
+from trtkv.quantized.encoding import Quantization
 
 Shape = tuple[int, int, bool, bool]  # width, inner size, gated, with the norm before it
 
@@ -21,7 +23,33 @@ def products(model: ModelConfig) -> dict[str, Shape]:
     }  # fmt: skip
 
 
+_MODULES = {"qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), "o": ("self_attn.o_proj",),
+            "gate_up": ("mlp.gate_proj", "mlp.up_proj"), "down": ("mlp.down_proj",)}  # fmt: skip
+
+
 def kernels(model: ModelConfig, limits: Limits, arch: str) -> Iterator[Spec]:
     """Yield the kernels of every product and of the norm for a compute capability; parts of a model load their own when they are opened."""
-    for width, inner, gated, normed in products(model).values():
-        yield from launch.kernels(width, inner, TORCH_DTYPES[model.dtype], limits.max_batch_size, arch, gated=gated, normed=normed)
+    dtype, most = TORCH_DTYPES[model.dtype], limits.max_batch_size
+    for name, (width, inner, gated, normed) in products(model).items():
+        yield from launch.kernels(width, inner, dtype, most, arch, gated=gated, normed=normed)
+        for encoding in _encodings(model, name):
+            shape = packed_shape(encoding, width * (1 + gated), inner, gated=gated and model.activation == "silu")
+            if shape is not None:
+                yield from packed.kernels(shape, dtype, most, arch)
+
+
+def packed_shape(encoding: Quantization, rows: int, inner: int, *, gated: bool) -> packed.Shape | None:
+    """Describe a matrix [rows, inner] for the kernels that read codes, None where they are not written for its encoding."""
+    if encoding.minima or encoding.block or encoding.codes not in ("fp8", "int4"):
+        return None
+    group = 0 if encoding.groups(inner) == 1 else encoding.group
+    shape = packed.Shape(rows, inner, group, encoding.codes == "fp8", encoding.zero_points, TORCH_DTYPES[encoding.scale_dtype], gated)
+    return shape if shape.taken else None
+
+
+def _encodings(model: ModelConfig, name: str) -> set[Quantization]:
+    """Return how layers encode a product's modules, where all of one layer agree."""
+    if model.quantization is None or name not in _MODULES:
+        return set()
+    stacks = ({model.quantization.of(f"model.layers.{layer}.{one}") for one in _MODULES[name]} for layer in range(model.num_layers))
+    return {one for stack in stacks if len(stack) == 1 for one in stack if one is not None}

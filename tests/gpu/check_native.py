@@ -26,7 +26,6 @@ from trtkv.diagnose.verify import HostedExecutor
 from trtkv.engine.manifest import read_manifest
 from trtkv.engine.native import FOLDER
 from trtkv.runtime.loading import Engine, Options, Part, open_engine
-from trtkv.runtime.rope import rope_table
 from trtkv.runtime.rows import StepRow
 
 NAME = "libtrtkv_plugins.so"
@@ -106,10 +105,9 @@ class Side:
 
     def through(self, host: NativeHost) -> None:
         """Let all nodes run by a library."""
-        host.cache, manifest = self.engine.cache, self.engine.manifest
+        host.cache = self.engine.cache
         hosted = HostedExecutor.over(self.engine.stepper.executor, host)  # type: ignore[arg-type]
-        rope = rope_table(manifest.model.rope, manifest.model.head_dim, manifest.limits.max_seq_len)
-        self.engine.stepper.__init__(hosted, self.engine.cache, manifest.limits, rope)  # type: ignore[misc]
+        self.engine.stepper.__init__(hosted, self.engine.cache, self.engine.manifest.limits, self.engine.stepper.ropes)  # type: ignore[misc]
 
     def prefill(self) -> list[Tensor]:
         """Read all prompts, in chunks, the last two side by side; returns the logits."""

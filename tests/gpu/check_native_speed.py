@@ -39,7 +39,7 @@ def through(engine: Engine, host: NativeHost) -> None:
     """Let all nodes run by a library."""
     stepper = engine.stepper
     hosted = HostedExecutor.over(stepper.executor, host)  # type: ignore[arg-type, type-var]
-    stepper.__init__(hosted, engine.cache, engine.manifest.limits, stepper.rope)  # type: ignore[misc]
+    stepper.__init__(hosted, engine.cache, engine.manifest.limits, stepper.ropes)  # type: ignore[misc]
 
 
 def step_us(directory: Path, batch: int, context: int, *, native: bool) -> float:

@@ -49,7 +49,7 @@ def check(tiny: TinyModel, policy: str, sets: tuple[str, ...], dtype: torch.dtyp
     texts = [torch.randint(0, 256, (length + STEPS,), generator=made).tolist() for length in LENGTHS]
     rig, plain = (make_rig(tiny, policy, folder, sets=sets, device="cuda", dtype=str(dtype).removeprefix("torch.")) for _ in range(2))
     expect(rig.stepper.chooses, f"{label}: steps are not captured")
-    plain.cache._by_kernels[dtype] = False
+    plain.cache._by_kernels[dtype], plain.stepper._graphs = False, None  # steps in torch cannot be captured
     for turn, order in enumerate(([0, 1, 2], [2, 3, 1])):
         ours = run(rig, texts, order)
         theirs = run(plain, texts, order) if turn == 0 and policy in EXACT else None
@@ -67,7 +67,7 @@ def main() -> int:
     """Check every kind of model, head dimension and policy."""
     for kind, changes in KINDS.items():
         for dim in (64, 128, 256):
-            for dtype in (torch.bfloat16, torch.float16):
+            for dtype in (torch.bfloat16,) if kind == "gemma3_text" else (torch.bfloat16, torch.float16):  # Gemma overflows float16
                 with tempfile.TemporaryDirectory() as folder:
                     tiny = make_tiny(kind, Path(folder) / "model", dtype=dtype, **{**changes, "head_dim": dim})
                     for policy, sets in POLICIES.items() if kind != "mistral" else [("full", ())]:

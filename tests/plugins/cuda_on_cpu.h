@@ -290,6 +290,7 @@ struct __nv_bfloat162 { __nv_bfloat16 x, y; };
 typedef float f32x4 __attribute__((vector_size(16)));
 typedef short s16x8 __attribute__((vector_size(16)));
 typedef int s32x4 __attribute__((vector_size(16)));
+static inline __half __ushort_as_half(u16 x) { return {x}; }
 static inline float __half2float(__half h) { return __builtin_ia32_vcvtph2ps(s16x8{(short)h.v})[0]; }
 static inline __half __float2half_rn(float x) { return {(u16)__builtin_ia32_vcvtps2ph(f32x4{x}, 0)[0]}; }
 static inline float2 __half22float2(__half2 h) { return {__half2float(h.x), __half2float(h.y)}; }
@@ -363,6 +364,28 @@ static inline float real_of(u32 word, int i) {
   return half_of(word, i);
 #endif
 }
+static inline u32 on_top(u32 x, u32 magic) { return (x & 0x000f000fu) | magic; }
+static inline u32 fma_pair(u32 x, u32 y, u32 z) { // fma.rn of two numbers
+  u32 out = 0;
+  for (int i = 0; i < 2; i++) {
+    const float exact = fmaf(real_of(x, i), real_of(y, i), real_of(z, i));
+#ifdef BF16
+    out |= (u32)__float2bfloat16_rn(exact).v << 16 * i;
+#else
+    out |= (u32)__float2half_rn(exact).v << 16 * i;
+#endif
+  }
+  return out;
+}
+// cvt.rn.satfinite.e4m3x2: mantissas of three bits, exponents from -6 on, steps of 2^-9 below.
+static inline u32 narrow_one(float x) {
+  const float magnitude = std::fmin(std::fabs(x), 448.f), step = std::ldexp(1.f, std::max(std::ilogb(std::fmax(magnitude, 1e-30f)), -6) - 3);
+  const float near = std::nearbyint(magnitude / step) * step;
+  const int exponent = near < 0.015625f ? 0 : std::ilogb(near) + 7;
+  const int mantissa = (int)(exponent ? std::ldexp(near, 10 - exponent) - 8 : std::ldexp(near, 9));
+  return (std::signbit(x) ? 128 : 0) | exponent << 3 | mantissa;
+}
+static inline u32 narrow_pair(float low, float high) { return narrow_one(low) | narrow_one(high) << 8; }
 // ldmatrix: four matrices of eight rows, whose addresses the lanes hold.
 static inline void read4(u32 (&r)[4], u32 at) {
   auto* rows = cpu::exchange(&at, 1);
@@ -468,7 +491,6 @@ static inline float __int_as_float(int x) { return cpu::bits<float>((u32)x); }
 
 // Of encoded/codes.cuh: pairs of `real`, each result rounded once more from fp32.
 static inline __nv_bfloat162 __float2bfloat162_rn(float x) { return __floats2bfloat162_rn(x, x); }
-static inline __half __ushort_as_half(u16 x) { return {x}; }
 static inline float number_of(__half x) { return __half2float(x); }
 static inline float number_of(__nv_bfloat16 x) { return __bfloat162float(x); }
 static inline __half2 pair_of(float x, float y, __half2) { return __floats2half2_rn(x, y); }

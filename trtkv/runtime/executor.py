@@ -13,7 +13,7 @@ from torch import Tensor
 from plugins.cache.cache import Cache
 from plugins.device.dtypes import TORCH_DTYPES
 from plugins.nodes import FACES
-from trtkv.runtime import fused
+from trtkv.runtime import fused, packed_products
 from trtkv.runtime.adapters import Adapters
 from trtkv.runtime.graph_program import TORCH_OPS, Node, join_products, load_program, with_deltas
 from trtkv.runtime.packed import Bound, PackedWeight
@@ -30,7 +30,8 @@ class TorchExecutor:
     def __init__(self, graph: Path, weights: Mapping[str, Bound], cache: Cache, adapters: Adapters = Adapters()) -> None:  # noqa: B008 (frozen)
         """Load the graph at `graph`; weights by graph input; cache holds the cache that the plugin ops use."""
         self._nodes, constants = load_program(graph)
-        self._bound: dict[str, Any] = {**constants, **weights, **{f"{name}.delta": one for name, one in adapters.deltas.items()}}
+        deltas = {f"{name}.delta": one for name, one in adapters.deltas.items()}
+        self._bound: dict[str, Any] = {**{name: one.to(cache.device) for name, one in constants.items()}, **weights, **deltas}
         self.num_adapters = len(adapters.names)
         self.cache = cache
         cache.keeps_inputs = True
@@ -52,7 +53,7 @@ class TorchExecutor:
                 normed, gated = node.kind == "Product" and bool(node.inputs[2]), bool(node.attributes.get("gated"))
                 matrix = weights[node.inputs[1 if node.kind == "Gemm" else 3]]
                 if isinstance(matrix, PackedWeight):
-                    matrix.prepare(self.weight("norm"))
+                    packed_products.prepare(matrix, cache.num_slots, self.weight("norm"), gated=gated)
                 else:
                     fused.prepare(matrix, cache.num_slots, gated=gated, normed=normed)
         self._capturable = all(cache.captures(call.layer, call.config, dtype) for call in calls)

@@ -16,6 +16,7 @@ from plugins.linear import launch
 from plugins.lora import launch as lora
 from plugins.lora import reference
 from plugins.lora.delta import Delta
+from trtkv.runtime import packed_products
 from trtkv.runtime.packed import Bound, PackedWeight
 from trtkv.runtime.weight import Weight
 
@@ -76,7 +77,14 @@ def product(
         total = None
         if norm is not None:
             x, total = (rms_norm(x, *norm), None) if more is None else add_rms_norm(x, more, *norm)
-        out = weight.linear(x, bias)
+        if isinstance(weight, PackedWeight):
+            offsets = bias.flat if bias else None
+            few = packed_products.of_few(x, weight, offsets, gated=gated)
+            if few is not None:
+                return few, total
+            out = packed_products.of_many(x, weight, offsets)
+        else:
+            out = weight.linear(x, bias)
         return silu_product(out) if gated else out, total
     out, total = x.new_empty(x.shape[0], width), None if more is None else torch.empty_like(x)
     before = None if norm is None else launch.Norm(*norm, more, total)

@@ -1,6 +1,6 @@
 """Matrices of codes: packed in memory as they were published, and dequantized a piece at a time into memory that all of them share.
 
-The same on a GPU until kernels read the codes themselves: a step there reads them, writes them wide and reads those.
+On a GPU kernels read the codes (`packed_products`), but for GGUF's encodings with minima, with scales of blocks or of other than four bits.
 """
 
 from __future__ import annotations
@@ -111,16 +111,16 @@ class PackedWeight:
         (part,) = self.parts
         return part.wide(rows)
 
-    def linear(self, x: Tensor, bias: Weight | None) -> Tensor:
-        """Return x [T, in] times the weight transposed, plus bias: [T, out]."""
-        out, offsets = x.new_empty(x.shape[0], self.rows), _bias(bias)
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x [T, in] times the weight transposed, plus bias [out]: [T, out]."""
+        out = x.new_empty(x.shape[0], self.rows)
         for part, rows, target in self._pieces():
             wide = self.scratch.rows(rows.stop - rows.start, part.width, x)
             wide.copy_(part.wide(rows))
-            if offsets is None:
+            if bias is None:
                 torch.mm(x, wide.t(), out=out[:, target])
             else:
-                torch.addmm(offsets[target], x, wide.t(), out=out[:, target])
+                torch.addmm(bias[target], x, wide.t(), out=out[:, target])
         return out
 
     def prepare(self, like: Tensor) -> None:
@@ -140,8 +140,3 @@ class PackedWeight:
 
 
 Bound = Weight | PackedWeight
-
-
-def _bias(bias: Weight | None) -> Tensor | None:
-    """Return a bias as one tensor [out]."""
-    return None if bias is None else torch.cat([part.flatten() for part in bias.parts]) if len(bias.parts) > 1 else bias.whole.flatten()

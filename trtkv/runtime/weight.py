@@ -25,6 +25,11 @@ class Weight:
         assert len(self.parts) == 1, "this weight is stacked from parts"
         return self.parts[0]
 
+    @property
+    def flat(self) -> Tensor:
+        """A bias [out] as one tensor."""
+        return torch.cat([part.flatten() for part in self.parts]) if len(self.parts) > 1 else self.whole.flatten()
+
     def linear(self, x: Tensor, bias: Weight | None) -> Tensor:
         """Return x [T, in] times the weight transposed, plus bias: [T, out]."""
         if len(self.parts) == 1:

@@ -1,39 +1,44 @@
-"""Launching products of few tokens with matrices of codes; not chosen by any executor until they are measured (`tests/gpu/check_packed.py`)."""
+"""Launching products of few tokens with matrices of codes; every tensor is given, nothing is allocated or synchronized."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from plugins.device import kernel
-from plugins.device.dtypes import TRITON_DTYPES
-from plugins.device.kernel import Constants, TritonKernel
-from plugins.device.spec import Spec
-from plugins.device.triton_aot import TritonSpec
+from plugins.device.driver import arch
+from plugins.device.kernel import CudaKernel
+from plugins.device.nvrtc import CudaSpec
+from plugins.device.spec import Int, Pointer, Spec
 
 MOST_TOKENS = 16
-MOST_BLOCK = 128  # inputs that are multiplied at once
-_PARAMETERS = {"x": "*real", "codes": "*u8", "scales": "*scale", "zeros": "*u8", "bias": "*real", "out": "*real", "tokens": "i32"}
-PACKED = TritonKernel(Path(__file__).parent / "kernel.py", "packed_kernel", _PARAMETERS, aligned=("x", "codes", "scales", "out"))
-
+PACKED = CudaKernel(Path(__file__).parent / "packed.cu", "packed", (Pointer,) * 6 + (Int,) * 3)
+_CONVERT = Path(__file__).parent / "convert.cu"
+WIDEN = CudaKernel(_CONVERT, "widen", (Pointer,) * 4 + (Int, Int))
+NARROW = CudaKernel(_CONVERT, "narrow", (Pointer,) * 3 + (Int,))
+CONVERT_THREADS = 256
+NARROW_CAPABILITY = 89
+_SCALES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_DTYPES = (torch.bfloat16, torch.float16)
 
 Matrix = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A matrix of codes [rows, inner] (gated: gate above up): inputs that share a scale (0: all), fp8 or int4, and what is beside them."""
+    """A matrix of codes [rows, inner] (gated: gate above up): weights that share a scale (0: a row's), and what the kernels differ by."""
 
     rows: int
     inner: int
     group: int
     fp8: bool
     zeros: bool = False
-    bias: bool = False
+    scales: torch.dtype = torch.float32
     gated: bool = False
 
     @property
@@ -42,45 +47,101 @@ class Shape:
         return self.rows // 2 if self.gated else self.rows
 
     @property
-    def block(self) -> int:
-        """Inputs that are multiplied at once: a power of two that no group cuts through, at least 32; 0 where there is none."""
-        unit = self.group or 1 << (self.inner - 1).bit_length()
-        block = min(MOST_BLOCK, unit & -unit)
-        return block if block >= 32 and (self.fp8 or self.inner % 2 == 0) else 0
+    def lane(self) -> int:
+        """Weights of 16 bytes, which one lane reads at once."""
+        return 16 if self.fp8 else 32
+
+    @property
+    def taken(self) -> bool:
+        """Whether the kernel is written for the matrix: a lane's weights share a scale, and so do a chunk's where groups are longer."""
+        fits = self.group % (4 * self.lane) == 0 if self.group >= 4 * self.lane else self.group % self.lane == 0
+        return fits and self.inner % self.lane == 0 and self.scales in _SCALES and self.rows * self.inner < 2**41
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a product is cut: tiles of sixteen rows of a warp, warps of a block, and chunks on their way and one that is read."""
+
+    tiles: int
+    warps: int
+    stages: int
 
 
 def takes(x: Tensor, shape: Shape) -> bool:
     """Say whether the kernel is written for tokens x [T, K] and a matrix."""
-    return x.shape[0] <= MOST_TOKENS and x.dtype in TRITON_DTYPES and x.is_contiguous() and shape.block > 0
+    return x.shape[0] <= MOST_TOKENS and x.dtype in _DTYPES and x.is_contiguous() and x.data_ptr() % 16 == 0 and shape.taken
 
 
-def multiply(x: Tensor, matrix: Matrix, bias: Tensor | None, out: Tensor, shape: Shape, *, rows: int = 16) -> None:
-    """Write x [T, K] times a matrix transposed, plus bias [N], to out [T, N]; all contiguous. A program computes `rows` results of a token.
+@cache
+def form_of(shape: Shape) -> Form:
+    """Choose the form for a matrix, as measured on an H100."""
+    return Form(1, 8, 4)
 
-    The matrix is its codes, fp8 [N, K] or uint8 [N, K / 2] with two in a byte, its scales and its zero points (None: 8), both [N, groups].
+
+def multiply(x: Tensor, matrix: Matrix, bias: Tensor | None, out: Tensor, shape: Shape, *, form: Form | None = None) -> None:
+    """Write x [T, K] times a matrix transposed, plus bias [N], to out [T, N]; all contiguous. Gated: silu of one half times the other.
+
+    The matrix is its codes, fp8 [N, K] or uint8 [N, K / 2] with two in a byte, its scales and its zero points (None: 8), both [N, groups]. Sums are
+    fp32 and rounded once; gate, its silu and up are each rounded before they are multiplied.
     """
     codes, scales, zeros = matrix
-    constants = _constants(shape, rows)
-    values = (x, codes.view(torch.uint8), scales, codes.view(torch.uint8) if zeros is None else zeros, x if bias is None else bias, out, len(x))
-    grid = (-(-shape.width // rows), 1, 1)
-    if x.is_cuda:
-        from plugins.device.driver import arch
-
-        kernel.launch(_variant(arch(), constants, x.dtype, scales.dtype), grid, values)
-    else:
-        kernel.run(PACKED, grid, values, constants)
+    form = form or form_of(shape)
+    spec = packed_kernel(shape, form, _columns(len(x)), x.dtype == torch.bfloat16, arch())
+    values = (x, codes, scales, zeros, bias, out, len(x), shape.width, shape.inner)
+    grid = (-(-shape.width // (16 * form.tiles)), 1, 1)
+    kernel.launch(spec, grid, values, threads=32 * form.warps, shared=spec.shared, overlap=True)
 
 
-def kernels(shape: Shape, dtype: torch.dtype, scale_dtype: torch.dtype, arch: str, *, rows: int = 16) -> Iterator[Spec]:
-    """Yield the kernel of a matrix and its products' dtype."""
-    if shape.block:
-        yield _variant(arch, _constants(shape, rows), dtype, scale_dtype)
+def widen(matrix: Matrix, out: Tensor, shape: Shape) -> None:
+    """Write the weights of codes, out [N, K], as they are rounded to its dtype; the matrix as of `multiply`, without those that gate."""
+    codes, scales, zeros = matrix
+    count, inner = out.shape
+    blocks = -(-count * inner // (shape.lane * CONVERT_THREADS))
+    values = (codes, scales, zeros, out, count, inner)
+    kernel.launch(widen_kernel(shape, out.dtype == torch.bfloat16, arch()), (blocks, 1, 1), values, threads=CONVERT_THREADS)
 
 
-def _variant(arch: str, constants: Constants, dtype: torch.dtype, scale_dtype: torch.dtype) -> TritonSpec:
-    return PACKED.variant(arch, constants, TRITON_DTYPES[dtype], types=(("scale", TRITON_DTYPES[scale_dtype]),))
+def narrow(x: Tensor, codes: Tensor, scales: Tensor) -> None:
+    """Write x [T, K] as codes fp8 [T, K] with a scale for each token [T] fp32."""
+    kernel.launch(narrow_kernel(x.dtype == torch.bfloat16, arch()), (len(x), 1, 1), (x, codes, scales, x.shape[1]), threads=CONVERT_THREADS)
 
 
-def _constants(shape: Shape, rows: int) -> Constants:
-    sizes = {"WIDTH": shape.width, "K": shape.inner, "GROUP": shape.group or shape.inner, "FP8": int(shape.fp8), "ZEROS": int(shape.zeros)}
-    return {**sizes, "BIAS": int(shape.bias), "GATED": int(shape.gated), "BLOCK_M": MOST_TOKENS, "BLOCK_N": rows, "BLOCK_K": shape.block}
+def packed_kernel(shape: Shape, form: Form, columns: int, bf16: bool, arch: str) -> CudaSpec:
+    """Return the kernel of a matrix for up to eight tokens a column."""
+    parts = form.tiles * (1 + shape.gated)
+    shared = max(form.stages * parts * 2 * 512 * form.warps, form.warps * 8 * columns * (16 * parts + 1) * 4)
+    sizes = {"COLUMNS": columns, "TILES": form.tiles, "WARPS": form.warps, "STAGES": form.stages, "BITS": 8 if shape.fp8 else 4, "GROUP": shape.group}
+    kinds = {"ZEROS": int(shape.zeros), "SCALE": _SCALES[shape.scales], "GATED": int(shape.gated)}
+    return PACKED.variant(arch, shared=shared, **sizes, **kinds, BF16=bf16)
+
+
+def widen_kernel(shape: Shape, bf16: bool, arch: str) -> CudaSpec:
+    """Return the kernel that makes a matrix wide."""
+    sizes = {"BITS": 8 if shape.fp8 else 4, "GROUP": shape.group, "ZEROS": int(shape.zeros), "SCALE": _SCALES[shape.scales]}
+    return WIDEN.variant(arch, **sizes, BF16=bf16)
+
+
+def narrow_kernel(bf16: bool, arch: str) -> CudaSpec:
+    """Return the kernel that encodes tokens."""
+    return NARROW.variant(arch, BITS=8, GROUP=0, ZEROS=0, SCALE=0, BF16=bf16)
+
+
+def kernels(shape: Shape, dtype: torch.dtype, most_tokens: int, arch: str) -> Iterator[Spec]:
+    """Yield the kernels of a matrix for up to so many tokens of a dtype."""
+    if not shape.taken or dtype not in _DTYPES:
+        return
+    bf16 = dtype == torch.bfloat16
+    for columns in range(1, _columns(min(MOST_TOKENS, most_tokens)) + 1):
+        yield packed_kernel(shape, form_of(shape), columns, bf16, arch)
+    yield widen_kernel(shape, bf16, arch)
+    if narrows(shape, dtype, int(arch)):
+        yield narrow_kernel(bf16, arch)
+
+
+def narrows(shape: Shape, dtype: torch.dtype, arch: int) -> bool:
+    """Say whether a library multiplies the matrix by tokens that are encoded like it; torch's products with scales of rows make bfloat16."""
+    return shape.fp8 and shape.group == 0 and dtype == torch.bfloat16 and arch >= NARROW_CAPABILITY and shape.inner % 16 == shape.rows % 16 == 0
+
+
+def _columns(tokens: int) -> int:
+    return -(-tokens // 8)
