@@ -33,8 +33,7 @@ Pooling = Literal["softmax-mean", "softmax-max", "mean", "max", "none"]
 # Where tokens lie. In pages in full precision: all tokens (paged), what is left of them where layers store equally many in every head (compacted), or
 # where each KV head has its own pages (per_head); beside codes in pages of the same pool (mixed). In pages of codes: all tokens (encoded), what is
 # left of a prompt (once), those that will never be evicted (windowed), single tokens that later ones replace (replaced) or that move up when others
-# are evicted (gathered). Else in tensors of exactly
-# the stored size (reference).
+# are evicted (gathered). Else in tensors of exactly the stored size (reference).
 Storage = Literal["paged", "compacted", "per_head", "mixed", "encoded", "once", "windowed", "replaced", "gathered", "reference"]
 
 
@@ -53,7 +52,7 @@ class SelectPlan:
     budget counts the attended tokens of one KV head, with sink, window and open group; unit is 1 (tokens) or the page.
     Tokens after the last multiple of group have no summary yet and are always attended. speculative roles may select with the previous
     step's query, unless the cosine of the two is below tau; forces says that the role names units that every query reads, `outliers` of them; shared
-    that all heads of a layer read the same units.
+    that all heads of a layer read the same units; top_p says which share of the estimated attention is enough, whatever the budget.
     """
 
     meaning: Meaning
@@ -69,6 +68,7 @@ class SelectPlan:
     tau: float | None = None
     outliers: int = 0
     shared: bool = False
+    top_p: float | None = None
 
     @property
     def width(self) -> int:
@@ -76,7 +76,7 @@ class SelectPlan:
         return -(-self.budget // self.unit)
 
     def reads(self, stored: int) -> int:
-        """Tokens that a decode query reads of so many stored ones, per KV head."""
+        """Tokens that a decode query reads of so many stored ones, per KV head, at most."""
         return min(stored, self.width * self.unit) if stored > self.budget else stored
 
 
@@ -332,9 +332,9 @@ class CachePlan:
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON-ready data; `from_json` reads it back equal."""
         data = dict(json.loads(json.dumps(asdict(self))))
-        for name in ("prefill", "sliding"):
-            if data[name] is None:
-                del data[name]  # so that plans from before there were such have the hash that they had
+        for name, where in (("prefill", data), ("sliding", data), *(("top_p", one) for one in data["select"] if one)):
+            if where[name] is None:
+                del where[name]  # so that plans from before there were such have the hash that they had
         return data
 
     @staticmethod

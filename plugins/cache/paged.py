@@ -22,7 +22,7 @@ from plugins.cache.ledgers.ledger import StepLedger
 from plugins.cache.roles import load_prefill
 from plugins.cache.tier import Tier
 from plugins.config import OpConfig
-from plugins.select.in_torch import choose, pool, speculative_query, spread
+from plugins.select.in_torch import choose, list_units, pool, speculative_query, spread
 from trtkv.plan import CachePlan, SelectPlan
 
 DENSE = -1  # in a selection: the sequence is read whole
@@ -64,8 +64,7 @@ class PagedCache(paged_kernels.KernelCache):
             if row.decodes:
                 chosen = self._select(layer, config, row, inputs[0][row.start].unflatten(0, (config.num_q_heads, config.head_dim)))
                 if chosen is not None:
-                    out[b, :, : chosen.shape[1]] = chosen
-                    out[b, :, -1] = chosen.shape[1]
+                    self._list(layer, row, chosen, out[b])
 
     def attend(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
         """Attend to the stored or selected tokens; query i of a sequence's n new ones sees all but the last n - 1 - i stored tokens."""
@@ -144,7 +143,15 @@ class PagedCache(paged_kernels.KernelCache):
             return None
         scores, forced = indexes.find(plan).score(self, layer, plan, row, selecting)
         pooled = pool(scores, config.num_kv_heads, config.scale, plan.pooling)
-        return choose(override, pooled, row.stored, spread(forced, len(pooled)))
+        return choose(override, pooled, row.stored, config.scale, spread(forced, len(pooled)))
+
+    def _list(self, layer: int, row: Row, chosen: Tensor, out: Tensor) -> None:
+        """Write what a decode query reads, units [H, K], to its list [H, K + 1], and count what it leaves of the budget."""
+        plan = self.plan.select[layer]
+        assert plan is not None, f"layer {layer} selects nothing"
+        unread = list_units(chosen, row.stored, plan, out)
+        if plan.top_p is not None and row.answers:
+            self.read_tokens -= float(unread) / self.plan.all_layers
 
     def _attend(self, layer: int, config: OpConfig, b: int, row: Row, query: Tensor, selection: Tensor | None) -> Tensor:
         """Attend query [n, Hq, D] of sequence b's n new tokens, selection [H, K + 1]: [n, Hq, D]."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trtkv.plan import SelectPlan
-from trtkv.ranking import best, group_mean, span
+from trtkv.ranking import best, fewest, group_mean, span
 
 
 def spread(forced: Tensor | None, heads: int) -> Tensor | None:
@@ -28,17 +28,21 @@ def pool(scores: Tensor, num_kv_heads: int, scale: float, pooling: str) -> Tenso
     return group_mean(scores, num_kv_heads, pooling.rpartition("-")[2])
 
 
-def choose(plan: SelectPlan, scores: Tensor, stored: int, forced: Tensor | None = None) -> Tensor:
-    """Return the units [H, K] int64, ascending, that a query reads of `stored` tokens, from pooled scores [H, U].
+def choose(plan: SelectPlan, scores: Tensor, stored: int, scale: float, forced: Tensor | None = None) -> Tensor:
+    """Return the units [H, K] int64, ascending, that a query reads of `stored` tokens, from pooled scores [H, U]; scale is attention's.
 
-    Read are the units of sink and window, those after the last full group, the forced ones [H, U] bool, and the best of the others until
-    the budget is used. The last unit may be an open page. Ties go to the lowest index.
+    Read are the units of sink and window, those after the last full group, the forced ones [H, U] bool, and the best of the others until the budget
+    is used or they and those hold the share `top_p` of what scores estimate; numbers past the last unit, which are no units, then fill a row. The
+    last unit may be an open page. Ties go to the lowest index.
     """
     units, closed = -(-stored // plan.unit), stored // plan.group * plan.group
     first = -(-plan.sink // plan.unit)
     last = max(first, min(closed, stored - plan.window) // plan.unit)
     wanted = plan.width - first - (units - last)
     heads = scores.shape[0]
+    if plan.top_p is not None:
+        shares = scores if plan.pooling.startswith("softmax") else torch.softmax(scores * scale, -1)
+        return _enough(plan.top_p, shares, first, last, units, max(0, wanted), forced)
     if wanted >= last - first:
         return span(0, units, scores).expand(heads, -1)
     middle = scores[:, first:last]
@@ -46,6 +50,28 @@ def choose(plan: SelectPlan, scores: Tensor, stored: int, forced: Tensor | None 
         middle = middle.masked_fill(forced[:, first:last], float("inf"))
     ends = [span(0, first, scores).expand(heads, -1), best(middle, max(0, wanted)) + first, span(last, units, scores).expand(heads, -1)]
     return torch.cat(ends, 1)
+
+
+def _enough(share: float, shares: Tensor, first: int, last: int, units: int, wanted: int, forced: Tensor | None) -> Tensor:
+    """Choose of `units` those outside [first, last), and inside as few as hold the share with these, but at most `wanted`: [H, K] as `choose` does.
+
+    shares [H, U] are estimates of attention, of units that have a summary; those behind are read and count for nothing.
+    """
+    heads, scored = shares.shape
+    inside = torch.zeros_like(shares, dtype=torch.bool)
+    inside[:, first:last] = True
+    always = ~inside if forced is None else ~inside | forced
+    taken = fewest(shares, share, always, most=torch.tensor(scored - (last - first) + wanted, device=shares.device)) | always
+    read = torch.cat([taken, taken.new_ones(heads, units - scored)], 1)
+    room = min(units, units - (last - first) + wanted)
+    return torch.where(read, span(0, units, shares), units).sort(-1).values[:, :room]
+
+
+def list_units(units: Tensor, stored: int, plan: SelectPlan, out: Tensor) -> Tensor:
+    """Write chosen units [H, K] to a sequence's list out [H, W + 1] int32, their number last; return the tokens of the budget left unread, mean."""
+    numbers = (units * plan.unit < stored).sum(-1)
+    out[:, : units.shape[1]], out[:, -1] = units, numbers
+    return (units.shape[1] - numbers).float().mean() * plan.unit
 
 
 def speculative_query(role: Any, query: Tensor, previous: Tensor | None, num_kv_heads: int) -> Tensor:

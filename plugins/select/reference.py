@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from plugins.config import OpConfig
@@ -12,7 +13,7 @@ def select(scores: Tensor, stored: int, plan: SelectPlan, config: OpConfig) -> l
     """Return for every head the ascending units that a query reads, from scores [Hq, U] of the summarized units; None reads everything.
 
     Read are the units of the first `sink` and last `window` tokens, those after the last full group, and then the best of the rest
-    until the budget is used; of equal scores the lower index wins.
+    until the budget is used, or until all read hold the share `top_p` of the pooled softmax; of equal scores the lower index wins.
     """
     if stored <= plan.budget:
         return None
@@ -23,8 +24,19 @@ def select(scores: Tensor, stored: int, plan: SelectPlan, config: OpConfig) -> l
     chosen = []
     for row in _pooled(scores, plan, config).tolist():
         best = sorted(free, key=lambda unit: (-row[unit], unit))[: plan.width - len(forced)]
+        if plan.top_p is not None:
+            masses = row if plan.pooling.startswith("softmax") else (torch.tensor(row) * config.scale).softmax(0).tolist()
+            best = _until(plan.top_p, masses, forced, best)
         chosen.append(sorted(forced + best))
     return chosen
+
+
+def _until(share: float, masses: list[float], forced: list[int], best: list[int]) -> list[int]:
+    """Take the best, one by one, until they and the forced ones hold a share of all masses [U]."""
+    taken, enough = 0, share * sum(masses)
+    while taken < len(best) and sum(masses[unit] for unit in (*forced, *best[:taken]) if unit < len(masses)) < enough:
+        taken += 1
+    return best[:taken]
 
 
 def _pooled(scores: Tensor, plan: SelectPlan, config: OpConfig) -> Tensor:

@@ -40,6 +40,8 @@ def why_selects_in_torch(plan: CachePlan, layer: int) -> str | None:
     select = plan.select[layer]
     if select is None:
         return None
+    if select.top_p is not None:
+        return f"no kernel stops at the share {select.top_p} of the attention"
     if select.summary is None:
         return f"no kernel is written for the summaries of '{select.meaning.role}'"
     if isinstance(select.summary, OneBit):

@@ -124,13 +124,13 @@ class Launches:
             b, width, whole_to = r // (len(rows) // len(lens)), out.shape[-1] - 1, budget
             if own is not None and (asked := int(own.budgets[own.slots[b]])):
                 width, whole_to = min(width, -(-asked // unit)), max(min(asked, budget), own.dense_below)
-            plan, stored = SimpleNamespace(unit=unit, group=group, sink=sink, window=window, width=width), int(lens[b])
+            plan, stored = SimpleNamespace(unit=unit, group=group, sink=sink, window=window, width=width, top_p=None), int(lens[b])
             lists[r] = -1
             if stored > whole_to:
                 assert found is not None
                 soft = found.softmax(1) if len(found) > 1 else found
                 pooled = (soft.amax(0) if pooling == "softmax-max" else soft.mean(0))[None]
-                chosen = choose(plan, pooled, stored, None if raised is None else raised[r][None])
+                chosen = choose(plan, pooled, stored, 1.0, None if raised is None else raised[r][None])
                 lists[r, : chosen.shape[1]], lists[r, -1] = chosen[0].int(), chosen.shape[1]
 
     def fier_select(

@@ -173,5 +173,5 @@ def test_page_units_keep_sink_window_and_the_open_page() -> None:
     plan = SelectPlan(parse_policy("fier").retrieve.meaning(), budget=160, sink=33, window=40, unit=32, group=32, pooling="max")
     scores = torch.zeros(1, 20)
     scores[0, 5] = 1.0
-    assert choose(plan, scores, 20 * 32 + 7).tolist() == [[0, 1, 18, 19, 20]]
-    assert choose(plan, scores, 19 * 32).tolist() == [[0, 1, 5, 17, 18]]
+    assert choose(plan, scores, 20 * 32 + 7, 1.0).tolist() == [[0, 1, 18, 19, 20]]
+    assert choose(plan, scores, 19 * 32, 1.0).tolist() == [[0, 1, 5, 17, 18]]

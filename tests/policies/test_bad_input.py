@@ -61,7 +61,7 @@ def test_the_least_budget_holds_whole_pages(sink: int, window: int, page: int, l
         parse_policy("quest", budget=least - 1, sets=sets)
     plan = next(one for one in parse_policy("quest", budget=least, sets=sets).plan(MODEL).select if one is not None)
     for stored in range(least + 1, least + 4 * page):
-        assert choose(plan, torch.zeros(2, -(-stored // page)), stored).shape[1] <= plan.width
+        assert choose(plan, torch.zeros(2, -(-stored // page)), stored, 1.0).shape[1] <= plan.width
 
 
 @pytest.mark.parametrize("budget", [0, -5])
@@ -80,6 +80,7 @@ def test_fields_that_contradict_each_other() -> None:
         ("qhitter", "evict.recent=0.8", "above 1"),
         ("quest", "retrieve.page=0", "is refused"),
         ("freekv", "retrieve.tau=2", "is refused"),
+        ("fier", "retrieve.top_p=1", "is refused"),
     ]:
         with pytest.raises(ConfigError, match=needle):
             parse_policy(name, sets=[field])

@@ -224,7 +224,7 @@ def test_kernels_choose_the_best_of_their_own_cache(policy: str, dtype: str, wid
         slack = 2 * (pool(scores.to(DTYPES[dtype]).double(), config.num_kv_heads, config.scale, plan.pooling) - pooled).abs().amax(1)
         if forced is not None:
             pooled = pooled.masked_fill(spread(forced, len(pooled)), float("inf"))
-        exact = choose(plan, pooled, 400)
+        exact = choose(plan, pooled, 400, config.scale)
         assert len(exact) == (config.num_q_heads if plan.pooling == "none" else config.num_kv_heads) == len(chosen)
         assert chosen[:, -1].tolist() == [exact.shape[1]] * len(exact)
         for head, units in enumerate(chosen[:, : exact.shape[1]].long()):

@@ -107,7 +107,7 @@ def _check_selection(plan: SelectPlan, scale: float, query: Tensor, keys: Tensor
     allowed = 2 * (pooled - narrow).abs().nan_to_num(0.0).amax(1)
     forced = spread(role.forced(summary) if plan.forces else None, len(pooled))
     ranks = _with_forced(plan, pooled, forced, stored)
-    for own, best, scores, slack in zip(lists, choose(plan, pooled, stored, forced), ranks, allowed, strict=True):
+    for own, best, scores, slack in zip(lists, choose(plan, pooled, stored, scale, forced), ranks, allowed, strict=True):
         units = own[: max(0, int(own[-1]))].long()
         findings.units += len(best)
         if len(units) != len(best) or bool((units[1:] <= units[:-1]).any()) or int(units[0]) < 0 or int(units[-1]) >= len(scores):

@@ -259,7 +259,7 @@ class _Step:
     def _select(self, node: onnx.NodeProto, layer: int, config: OpConfig) -> Iterator[Finding]:
         cache, plan = self.shadow._cache, self.shadow._cache.plan.select[layer]
         assert plan is not None, f"layer {layer} selects nothing"
-        if not cache.compares_selection or plan.forces:
+        if not cache.compares_selection or plan.forces or plan.top_p is not None:
             self.shadow.not_compared.add(f"KvSelect under {cache.plan.policy}")
             return
         ours, queries = self.taps[node.output[0]].cpu(), self.taps[node.input[0]].cpu()

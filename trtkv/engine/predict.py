@@ -200,6 +200,8 @@ def _assumptions(one: Footprint, offload: bool) -> list[str]:
         said.append("the evict role does not say how many tokens it demotes: all are counted in full precision")
     if one.count.form is not None:
         said.append("a GPU runs it: elsewhere tokens are stored in tensors of exactly their size, and only those bytes are occupied")
+    if policy.retrieve and policy.retrieve.top_p is not None:
+        said.append("a query reads its whole budget: it reads at most that, and less where fewer tokens hold the share top_p of the attention")
     if policy.offload and not offload:
         said.append("the offload role is not applied: every page is counted on the device (--offload counts it on the host)")
     return said

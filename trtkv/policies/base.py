@@ -145,9 +145,8 @@ class Grants(NamedTuple):
 class Evict(Role):
     """Which stored tokens go for good?
 
-    Eviction follows the attention of the step. token_state names numbers that the role owns for each stored token; they move with the tokens
-    and are zero for new ones. prompt_only roles evict nothing after the prompt. takes_layers says that `keep` and `observe` may be called for several
-    layers at once, whose heads are concatenated in the view.
+    Eviction follows the attention of the step. token_state names numbers that the role owns for each stored token; they move with the tokens and are
+    zero for new ones. prompt_only roles evict nothing after the prompt. takes_layers: `keep` and `observe` take heads of several layers in one view.
     """
 
     kind: ClassVar[Kind] = "evict"
@@ -223,8 +222,7 @@ class Evict(Role):
 
     def page_groups(self, allocate: Allocate | None, num_layers: int) -> tuple[int, ...]:
         """Number the layers [L] so that those of one number store equally many tokens in every step; here all do, unless tokens are distributed."""
-        shared = allocate is None or allocate.splits != "tokens"
-        return (0,) * num_layers if shared else tuple(range(num_layers))
+        return tuple(range(num_layers)) if allocate is not None and allocate.splits == "tokens" else (0,) * num_layers
 
     def rule(self) -> EvictRule | None:
         """Return what kernels evict by, None where `keep` decides."""
@@ -328,9 +326,9 @@ class Prefill(Role):
 class Retrieve(Role):
     """Which stored tokens or pages does a decode query read?
 
-    budget: attended tokens of each KV head, with sink, window and the open group; sink and window: first and last tokens that every query
-    reads, the newest one always; dense_layers: first layers that read everything; pooling: how the query heads of a group agree on one
-    selection ("none": every query head selects for itself).
+    budget: attended tokens of each KV head, with sink, window and the open group; sink and window: first and last tokens that every query reads,
+    the newest one always; dense_layers: first layers that read everything; pooling: how the query heads of a group agree on one selection ("none":
+    every query head selects for itself); top_p: share of the estimated attention that is enough, within the budget (Twilight, arXiv 2502.02770).
     """
 
     kind: ClassVar[Kind] = "retrieve"
@@ -341,6 +339,7 @@ class Retrieve(Role):
     window: int = Field(1, ge=1)
     dense_layers: int = Field(0, ge=0)
     pooling: Pooling = "softmax-mean"
+    top_p: float | None = Field(None, gt=0.0, lt=1.0)
 
     @property
     def unit(self) -> int:
@@ -393,6 +392,7 @@ class Retrieve(Role):
             summary=self.stated,
             outliers=self.forced_tokens // self.unit,
             shared=self.joins_heads,
+            top_p=self.top_p,
         )
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from plugins.cache.cache import Cache
 from trtkv.runtime.rows import StepRow
@@ -60,7 +61,7 @@ class Stats:
     reserved_bytes: int = 0
     final_bytes: int = 0
     read_tokens: float = 0.0
-    _reads: int = 0
+    _reads: Counter[float] = field(default_factory=Counter)
 
     def add_step(self, step: StepFigures) -> None:
         """Count one step."""
@@ -71,7 +72,8 @@ class Stats:
             self.prefill_s += step.seconds
             self.prompt_tokens += step.prompt_tokens
         self.read_tokens += step.read_tokens
-        self._reads += step.decoding
+        if step.decoding:
+            self._reads[step.read_tokens / step.decoding] += step.decoding
         self.generated_tokens += step.generated
         self.stored_bytes = max(self.stored_bytes, step.stored_bytes)
         self.final_bytes = step.stored_bytes
@@ -90,10 +92,20 @@ class Stats:
     @property
     def tokens_read_per_step(self) -> float:
         """Stored tokens that one decoded token read, mean over tokens and layers."""
-        return self.read_tokens / self._reads if self._reads else 0.0
+        return self.read_tokens / self._reads.total() if self._reads else 0.0
+
+    @property
+    def tokens_read_p99(self) -> float:
+        """Stored tokens that one decoded token read at most in 99 of 100 cases, mean over the layers and over the sequences of a step."""
+        left = self._reads.total() / 100
+        for read in sorted(self._reads, reverse=True):
+            left -= self._reads[read]
+            if left < 0:
+                return read
+        return 0.0
 
     def to_json(self) -> dict[str, float]:
         """Return the figures with the derived rates, as `--json` prints them."""
         figures = {name: value for name, value in asdict(self).items() if name not in ("_reads", "read_tokens")}
         rates = {"prefill_tokens_per_s": self.prefill_tokens_per_s, "decode_tokens_per_s": self.decode_tokens_per_s}
-        return {**figures, **rates, "tokens_read_per_step": self.tokens_read_per_step}
+        return {**figures, **rates, "tokens_read_per_step": self.tokens_read_per_step, "tokens_read_p99": self.tokens_read_p99}

@@ -18,6 +18,7 @@ from plugins.cache.reference.layer import LayerCache, Roles
 from plugins.cache.roles import load_role
 from plugins.config import OpConfig
 from plugins.device.dtypes import TORCH_DTYPES
+from plugins.select.in_torch import list_units
 from trtkv.plan import CachePlan
 
 
@@ -55,9 +56,9 @@ class ReferenceCache(CountedCache):
         for b, row in enumerate(self.step(layer).rows):
             if row.decodes:
                 chosen = self.find(layer, row.slot).select(inputs[0][row.start].unflatten(0, (config.num_q_heads, config.head_dim)))
-                if chosen is not None:
-                    out[b, :, : chosen.shape[1]] = chosen
-                    out[b, :, -1] = chosen.shape[1]
+                plan = self.plan.select[layer]
+                if chosen is not None and plan is not None:
+                    list_units(chosen, row.stored, plan, out[b])
 
     def attend(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
         """Attend to what is stored or chosen, and count what is read."""

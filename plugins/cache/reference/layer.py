@@ -104,7 +104,7 @@ class LayerCache:
         self._summarize()
 
     def select(self, query: Tensor) -> Tensor | None:
-        """Choose what a decode query [Hq, D] reads: units [H, K] int64 ascending, or None for all; `attend` follows the choice."""
+        """Choose what a decode query [Hq, D] reads: units [H, K] int64 as `select.in_torch.choose`, or None for all; `attend` follows."""
         role, stored = self.roles.retrieve, len(self.heads[0])
         query, self.chosen, previous = query.float(), None, self.previous
         self.previous = query.clone() if self.decoding else None  # it may be only lent
@@ -113,9 +113,9 @@ class LayerCache:
         plan = role.select_plan()
         asking = speculative_query(role, query, previous, self.num_kv_heads)
         pooled = pool(role.score(asking, self.summary), self.num_kv_heads, self.scale, role.pooling)
-        units = choose(plan, pooled, stored, spread(role.forced(self.summary), len(pooled)))
-        read = torch.zeros(len(units), -(-stored // plan.unit), dtype=torch.bool, device=query.device).scatter(1, units, True)
-        read = read.repeat_interleave(plan.unit, 1)[:, :stored]
+        units = choose(plan, pooled, stored, self.scale, spread(role.forced(self.summary), len(pooled)))
+        read = torch.zeros(len(units), -(-stored // plan.unit) + 1, dtype=torch.bool, device=query.device).scatter(1, units, True)
+        read = read[:, :-1].repeat_interleave(plan.unit, 1)[:, :stored]
         self.chosen = read.repeat_interleave(len(query) // len(read), 0)
         return units
 

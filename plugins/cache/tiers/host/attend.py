@@ -20,13 +20,14 @@ def read_whole(store: Offload, layer: int, row: Row) -> tuple[Tensor, Tensor]:
 def read_chosen(store: Offload, layer: int, row: Row, selection: Tensor, plan: SelectPlan) -> tuple[Tensor, Tensor, Tensor]:
     """Recall what a decoding sequence selects, [Hk, K + 1] int32: keys and values [Hk, n, D], and the tokens [Hk, n] int64 that they are.
 
-    Tokens past the end, in the last page, repeat the last token.
+    Tokens past the end, in the last page or filling the list, repeat the last token.
     """
     units = selection[:, : min(plan.width, -(-row.stored // plan.unit))].long()
     if plan.unit > 1:
         return read_pages(store, layer, row, units)
-    places = recall_in_torch.recall_tokens(store, layer, row, units, row.stored, ahead=False)
-    return *recall_in_torch.read_places(store, layer, row, places, units), units
+    tokens = units.clamp(max=row.stored - 1)
+    places = recall_in_torch.recall_tokens(store, layer, row, tokens, row.stored, ahead=False)
+    return *recall_in_torch.read_places(store, layer, row, places, tokens), units
 
 
 def read_pages(store: Offload, layer: int, row: Row, pages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,7 +36,8 @@ def read_pages(store: Offload, layer: int, row: Row, pages: Tensor) -> tuple[Ten
     Tokens past the end, in the last page, repeat the last token.
     """
     size = store.shape.page_size
-    places = recall_in_torch.recall(store, layer, row, pages, row.stored, ahead=False).repeat_interleave(size, 1)
+    listed = pages.clamp(max=(row.stored - 1) // size)
+    places = recall_in_torch.recall(store, layer, row, listed, row.stored, ahead=False).repeat_interleave(size, 1)
     tokens = (pages[..., None] * size + torch.arange(size, device=pages.device)).flatten(1)
     keys, values = recall_in_torch.read_places(store, layer, row, places, tokens.clamp(max=row.stored - 1))
     return keys, values, tokens

@@ -75,5 +75,5 @@ def recall_ahead(cache: Cache, store: Offload, layer: int, config: OpConfig, pla
     # A group that the next token completes has no scores yet.
     pooled = functional.pad(pooled, (0, max(0, stored // plan.unit - pooled.shape[1])), value=float("-inf"))
     forced = None if forced is None else functional.pad(forced, (0, pooled.shape[1] - forced.shape[1]))
-    chosen = choose(plan, pooled, stored, spread(forced, len(pooled)))
+    chosen = choose(plan, pooled, stored, config.scale, spread(forced, len(pooled))).clamp(max=(stored - 1) // plan.unit)
     (recall_tokens if store.shape.unit == 1 else recall)(store, layer, row, chosen, stored, ahead=True)
