@@ -1,7 +1,7 @@
 """Quantized weights on a GPU: products that read codes against fp64 and the copy bandwidth, and an engine that runs as captured steps.
 
 Run it on a machine with a GPU: python -m tests.gpu.check_packed [--tokens 1 4 16]; exit code 1 where a product is wrong or an engine answers
-otherwise than on the CPU. The times say which form of the kernel is to be chosen, if any.
+otherwise than on the CPU.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from tests.plugins.test_packed_linear import compare, matrix
 from trtkv.api import build
 from trtkv.bench.timing import cache_bytes, copy_bandwidth, measure
 from trtkv.checkpoint.gguf import convert_gguf
+from trtkv.runtime import fused
 from trtkv.runtime.llm import LLM
+from trtkv.runtime.packed import PackedWeight, Scratch
 from trtkv.runtime.sampler import SamplingParams
+from trtkv.runtime.weight import Weight
 
 DEVICE = torch.device("cuda")
-FORMS = (16, 32, 64)  # results of a program
 # Qwen2.5-7B's matrices: rows, inner, whether gated.
 MATRICES = {"qkv": (4608, 3584, False), "o": (3584, 3584, False), "gate_up": (37888, 3584, True), "down": (3584, 18944, False)}
 WEIGHTS = {"fp8 rows": (0, True, False), "fp8 of 128": (128, True, False), "int4 of 128": (128, False, False), "int4 of 32": (32, False, True)}
 
 
 def check_products(tokens: list[int], bandwidth: float) -> list[str]:
-    """Compare and time every product; returns what is wrong."""
+    """Compare and time every product of few tokens; returns what is wrong."""
     wrong = []
     for name, (rows, inner, gated) in MATRICES.items():
         for kind, (group, fp8, zeros) in WEIGHTS.items():
@@ -43,21 +45,37 @@ def check_products(tokens: list[int], bandwidth: float) -> list[str]:
             copies = [[one.clone() for one in own] + [None] * (3 - len(own)) for _ in range(1 + 2 * cache_bytes(DEVICE) // size)]
             for count in tokens:
                 x, out = (torch.randn(count, width, dtype=torch.bfloat16, device=DEVICE) for width in (inner, shape.width))
-                for form in FORMS:
-                    ours, theirs = compare(shape, count, torch.bfloat16, "cuda", form)
-                    if ours > 2 * theirs:
-                        wrong.append(f"{name}, {kind}, {count} tokens, {form} rows: error {ours:.3g}, torch's {theirs:.3g}")
+                ours, theirs = compare(shape, count, torch.bfloat16, "cuda")
+                if ours > 2 * theirs:
+                    wrong.append(f"{name}, {kind}, {count} tokens: error {ours:.3g}, torch's {theirs:.3g}")
 
-                    def call(i: int, form: int = form) -> None:
-                        codes, scales, points = copies[i % len(copies)]  # noqa: B023 (called within this round)
-                        launch.multiply(x, (codes, scales, points), None, out, shape, rows=form)  # noqa: B023
+                def call(i: int) -> None:
+                    codes, scales, points = copies[i % len(copies)]  # noqa: B023 (called within this round)
+                    launch.multiply(x, (codes, scales, points), None, out, shape)  # noqa: B023
 
-                    us = measure(call, len(copies), 9, DEVICE).median_us
-                    share = size / us / 1e-6 / bandwidth
-                    print(
-                        f"{name:8} {kind:12} {count:3} tokens {form:3} rows {us:8.1f} us {size / us / 1e3:7.0f} GB/s {share:5.0%} of a copy",
-                        flush=True,
-                    )
+                us = measure(call, len(copies), 9, DEVICE).median_us
+                share = size / us / 1e-6 / bandwidth
+                print(f"{name:8} {kind:12} {count:3} tokens {us:8.1f} us {size / us / 1e3:7.0f} GB/s {share:5.0%} of a copy", flush=True)
+    return wrong
+
+
+def check_prompts() -> list[str]:
+    """Compare products of many tokens with fp64, of the tokens as they are encoded where they are; returns what is wrong."""
+    wrong = []
+    for kind, (group, fp8, zeros) in WEIGHTS.items():
+        made = matrix(Shape(4608, 3584, group, fp8=fp8, zeros=zeros), device="cuda")
+        weight, wide = PackedWeight((made,), Scratch()), made.wide(slice(None))
+        for count in (17, 64, 65, 1000):
+            x, bias = (torch.randn(size, dtype=torch.bfloat16, device=DEVICE) for size in ((count, 3584), (4608,)))
+            found, given = fused.product(x, None, None, weight, Weight((bias[None],)))[0], x.double()
+            if fp8 and group == 0:
+                codes, scales = torch.empty_like(x, dtype=torch.float8_e4m3fn), torch.empty(count, device=DEVICE)
+                launch.narrow(x, codes, scales)
+                given = codes.double() * scales.double()[:, None]
+            exact, theirs = given @ wide.double().t() + bias.double(), torch.nn.functional.linear(given.bfloat16(), wide.bfloat16(), bias)
+            ours, torchs = (float((one.double() - exact).norm() / exact.norm()) for one in (found, theirs))
+            print(f"{kind:12} {count:5} tokens: error {ours:.2e}, torch's {torchs:.2e}", flush=True)
+            wrong += [] if ours <= 2 * torchs else [f"{kind}, {count} tokens: error {ours:.3g}, torch's {torchs:.3g}"]
     return wrong
 
 
@@ -88,7 +106,7 @@ def main() -> int:
     bandwidth = copy_bandwidth(DEVICE)
     print(f"{torch.cuda.get_device_name()}: a copy moves {bandwidth / 1e9:.0f} GB/s", flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        wrong = check_engines(Path(folder)) + check_products(tokens, bandwidth)
+        wrong = check_engines(Path(folder)) + check_prompts() + check_products(tokens, bandwidth)
     for line in wrong:
         print(f"WRONG: {line}")
     return int(bool(wrong))
