@@ -57,7 +57,9 @@ def main() -> None:
                 command = [sys.executable, "-m", "trtkv", "bench", "step", *map(str, given), "--weights", "random", "--json"]
                 text = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
                 with options.records.open("a") as file:
-                    file.writelines(json.dumps({**json.loads(line), "model": options.model, "weights": name}) + "\n" for line in text.splitlines())
+                    for row in map(json.loads, text.splitlines()):
+                        command = row["command"].replace(model, f"<{name} of {options.model}>" if form else model)
+                        file.write(json.dumps({**row, "command": command, "model": options.model, "weights": name}) + "\n")
 
 
 def write_config(model: str, form: str, weights: dict[str, Any], folder: Path) -> str:
