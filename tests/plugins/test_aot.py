@@ -60,7 +60,7 @@ def architecture(cubin: bytes) -> int:
 @pytest.mark.parametrize("sm", [pytest.param(sm, marks=pytest.mark.xdist_group(f"sm_{sm}")) for sm in ("80", "90", "120")])
 def test_every_kernel_of_every_retrieval_policy_compiles(sm: str, policy: str, compiled: set[str]) -> None:
     every = specs(policy, sm, model())
-    scorers = {"fier_score", "fier_select"} if policy == "fier" else {"score_pages", "page_select"}
+    scorers = {"fier_score", "fier_select"} if policy in ("fier", "fier-sink") else {"score_pages", "page_select"}
     more = {"freekv": {"_speculate_kernel"}, "shadowkv": {"outlier_cut"}}.get(policy, set())
     assert {"append_kernel", "select_units", "attend_list"} | scorers | more <= {spec.entry for spec in every}
     found = {spec.name: spec for spec in every if spec.name not in compiled}

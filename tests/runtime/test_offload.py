@@ -23,6 +23,7 @@ POLICIES = {
     "freekv+own": ("retrieve.budget=96", "retrieve.sink=16", "retrieve.window=40", "retrieve.page=16", "retrieve.tau=1"),
     "quest": ("retrieve.budget=64",),
     "fier": ("retrieve.budget=64", "retrieve.sink=4", "retrieve.window=20", "retrieve.dense_layers=0"),
+    "fier-sink": ("retrieve.budget=64", "retrieve.sink=4", "retrieve.window=20", "retrieve.dense_layers=0"),
     "fier+wide": ("retrieve.budget=80", "retrieve.group=64", "retrieve.sink=0", "retrieve.window=9", "retrieve.dense_layers=1"),
     "arkvale": ("retrieve.budget=128", "retrieve.page=16", "retrieve.sink=16", "retrieve.window=32", "retrieve.dense_layers=0"),
 }

@@ -89,12 +89,15 @@ def _abilities() -> list[dict[str, Any]]:
 
 
 def _quantized(cuda: bool) -> str:
-    """Say what multiplies by quantized weights on this machine's GPU."""
-    formats = "fp8 and int4: compressed-tensors, fp8, AWQ, GPTQ, ModelOpt; GGUF of 4 to 8 bits; torch dequantizes them in every step"
+    """Say what multiplies by quantized weights on this machine."""
+    formats = "fp8 and int4: compressed-tensors, fp8, AWQ, GPTQ, ModelOpt; GGUF of 4 to 8 bits"
     if not cuda:
-        return formats
+        return f"{formats}; torch dequantizes them in every step"
+    formats += "; kernels read fp8 and int4 without minima, torch dequantizes the others in every step"
     major, minor = torch.cuda.get_device_capability()
     has = "multiplies by fp8 with scales of rows" if 10 * major + minor >= FP8_SM else f"has no fp8 for sm {major}{minor}"
+    if 10 * major + minor >= FP8_SM:
+        formats += "; prompts multiply by fp8 with scales of rows in fp8"
     return f"{formats}; TensorRT {has}"
 
 

@@ -33,6 +33,7 @@ from plugins.select.in_torch import pool, speculative_query
 from trtkv.diagnose import rounding
 from trtkv.diagnose.codes import find_dequantized
 from trtkv.plan import SelectPlan
+from trtkv.runtime import packed_products
 from trtkv.runtime.packed import Bound
 from trtkv.runtime.weight import Weight
 
@@ -71,7 +72,7 @@ class Shadow:
         self._constants = {one.name: onnx.numpy_helper.to_array(one) for one in model.graph.initializer}
         self._embedding = next(one.input[0] for one in self._nodes if one.op_type == "Gather" and one.input[1] == "token_ids")
         self.dequantized, self.makes_wide = find_dequantized(self._nodes, self._ops, weights, self._constants)
-        dtype = self._weights["norm"].parts[0].dtype
+        dtype, self.device = self._weights["norm"].parts[0].dtype, cache.device
         self.dtype, self.wide = dtype, torch.float64 if dtype == torch.float32 else torch.float32
         self.not_compared: set[str] = set()
         self._turn = 0
@@ -209,7 +210,10 @@ class _Step:
         stored = shadow.dequantized.get(node.input[1])
         matrix = weights[0].t() if stored and stored.transposed else weights[0]
         (self.exact[name],) = _run(op, [self.exact[node.input[0]], *(one.to(shadow.wide) for one in (matrix, *weights[1:]))])
-        self.rounding[name] = rounding.of_product(self.exact[node.input[0]], weights[0])
+        given = self.exact[node.input[0]]
+        self.rounding[name] = rounding.of_product(given, weights[0])
+        if stored and packed_products.encodes_tokens(len(self.taps[name]), shadow.dtype, stored.matrix, shadow.device):
+            self.rounding[name] += rounding.of_encoded(given, weights[0])
         self.narrow[name] = shadow.round(torch.nn.functional.linear(self.narrow[node.input[0]], *(one.float() for one in weights)))
 
     def _argument(self, name: str, env: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:

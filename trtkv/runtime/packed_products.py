@@ -31,6 +31,15 @@ def of_few(x: Tensor, weight: PackedWeight, bias: Tensor | None, *, gated: bool)
     return out
 
 
+def encodes_tokens(count: int, dtype: torch.dtype, weight: PackedWeight, device: torch.device) -> bool:
+    """Say whether a product of so many tokens of a dtype on a device rounds them to fp8."""
+    shape = encoded_as(weight, gated=False)
+    if device.type != "cuda" or gpu_ready(device) is not None or shape is None or count <= launch.MOST_TOKENS:
+        return False
+    with torch.cuda.device(device):
+        return launch.narrows(shape, dtype, int(arch()))
+
+
 def of_many(x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
     """Return x [T, in] times the weight transposed, plus bias [out]: [T, out]."""
     shape = _shape_of(x, weight, gated=False)
