@@ -4,7 +4,7 @@
 # bash build_scripts/sanitize.sh [FOLDER]     FOLDER takes the reports, build/sanitizer otherwise. PYTHON names the interpreter; TOOLS the tools.
 #
 # No kernel may be left out by its name: racecheck of compute-sanitizer 2025.3 lets kernels of clusters that it does not watch run into illegal
-# addresses (docs/kernels.md, "Checks"). Errors that CUDA's API answers are torch's queries of the driver's capabilities.
+# addresses. Errors that CUDA's API answers are torch's queries of the driver's capabilities.
 set -u
 cd "$(dirname "$0")/.."
 folder=${1:-build/sanitizer} failed=0 checks=("check_retrieval --small" "check_pages --few")

@@ -56,13 +56,14 @@ def convert(graph: Path, plugins: Path, shapes: dict[str, tuple[int, ...]], out:
     return out.read_bytes()
 
 
-def test_polygraphy_builds_what_trtkv_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = nodes_of("fier")
+@pytest.mark.parametrize(("policy", "parts"), [("fier", 1), ("full", 2)])
+def test_polygraphy_builds_what_trtkv_builds(policy: str, parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = nodes_of(policy, parts)
     steps = {("89", 58): [nodes.step("89", 58, 1)]}
     monkeypatch.setattr(library, "FLAGS", ["-O0" if one == "-O2" else one for one in library.FLAGS])
     plugins = tmp_path / library.NAME
     library.compile_library(tables.pack(nodes, ["89"], steps, {spec: stand_in(spec) for spec in tables.specs_of(steps)}), plugins)
-    model = build_decoder(MODEL, nodes.plan, LIMITS).model
+    model = build_decoder(MODEL.part(parts), nodes.plan, LIMITS, parts).model
     graph = tmp_path / "graph.onnx"
     graph.write_bytes(model.SerializeToString())
     groups = nodes.plan.num_page_groups
@@ -74,5 +75,6 @@ def test_polygraphy_builds_what_trtkv_builds(tmp_path: Path, monkeypatch: pytest
     ours = kernels(build_plan(graph.read_bytes(), [profile], backend="tensorrt_rtx", sms=("89",), faces=FACES.values()).data)
     assert theirs == ours
     called = [one.name for one in ours if one.kind == "custom_layer"]
-    assert len(called) == 2 * MODEL.num_layers + sum(one is not None for one in nodes.plan.select)
+    together = 2 * MODEL.num_layers + 1 if parts > 1 else 0  # sums after attention and after the hidden layer, and the logits
+    assert len(called) == 2 * MODEL.num_layers + sum(one is not None for one in nodes.plan.select) + together
     assert sum(layer.endswith(("qkv_out", "o_out", "gate_up_out", "down_out")) for one in ours for layer in one.layers) == 4 * MODEL.num_layers
