@@ -136,9 +136,7 @@ def kernels(shape: Shape, dtype: torch.dtype, most_tokens: int, arch: str) -> It
     bf16 = dtype == torch.bfloat16
     for columns in range(1, _columns(min(MOST_TOKENS, most_tokens)) + 1):
         yield packed_kernel(shape, form_of(shape, columns), columns, bf16, arch)
-    yield widen_kernel(shape, bf16, arch)
-    if narrows(shape, dtype, int(arch)):
-        yield narrow_kernel(bf16, arch)
+    yield narrow_kernel(bf16, arch) if narrows(shape, dtype, int(arch)) else widen_kernel(shape, bf16, arch)
 
 
 def narrows(shape: Shape, dtype: torch.dtype, arch: int) -> bool:
