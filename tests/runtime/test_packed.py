@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from plugins.kernel_list.linear import packed_shape
 from plugins.tensorrt.tensors import TORCH_NAMES
 from tests.packing import AWQ, FORMATS, INT4, make_packed, of_compressed_tensors, spoil
 from tests.runtime.test_executor import assert_as_good_as_transformers
@@ -19,7 +20,7 @@ from trtkv.config import ModelConfig
 from trtkv.errors import CheckpointError
 from trtkv.graph.weights import weight_specs
 from trtkv.quantized.formats import tensors_of
-from trtkv.runtime import packed
+from trtkv.runtime import packed, packed_products
 from trtkv.runtime.packed import Bound, PackedWeight
 from trtkv.runtime.tensorrt import _tensors
 from trtkv.runtime.weights import map_weights, random_weights, upload_weights
@@ -161,3 +162,16 @@ def test_products_of_every_token_count_share_one_memory(tmp_path: Path, monkeypa
         x = torch.randn(3, one.parts[0].width)
         assert torch.allclose(one.linear(x, None), x @ wide(one).t(), atol=1e-5)
         assert one.scratch.memory == {(x.device, x.dtype): memory} and memory.numel() <= 1000
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_kernels_that_an_engine_lists_are_those_of_its_weights(name: str, tmp_path: Path) -> None:
+    tiny = make_packed(name, tmp_path / "model")
+    specs = weight_specs(tiny.config)
+    made = random_weights(specs, torch.bfloat16, torch.device("cpu"), lambda done, total: None)
+    packed_specs = [one for one in specs if one.quantization is not None]
+    for one in packed_specs:
+        weight = made[one.name]
+        assert one.quantization is not None and isinstance(weight, PackedWeight)
+        assert packed_products.encoded_as(weight, gated=False) == packed_shape(one.quantization, *one.shape, gated=False)
+    assert packed_specs

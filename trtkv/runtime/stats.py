@@ -61,7 +61,7 @@ class Stats:
     reserved_bytes: int = 0
     final_bytes: int = 0
     read_tokens: float = 0.0
-    _reads: Counter[float] = field(default_factory=Counter)
+    _reads: Counter[int] = field(default_factory=Counter)  # decoded tokens by the whole tokens that each read
 
     def add_step(self, step: StepFigures) -> None:
         """Count one step."""
@@ -73,7 +73,7 @@ class Stats:
             self.prompt_tokens += step.prompt_tokens
         self.read_tokens += step.read_tokens
         if step.decoding:
-            self._reads[step.read_tokens / step.decoding] += step.decoding
+            self._reads[round(step.read_tokens / step.decoding)] += step.decoding
         self.generated_tokens += step.generated
         self.stored_bytes = max(self.stored_bytes, step.stored_bytes)
         self.final_bytes = step.stored_bytes
@@ -95,14 +95,14 @@ class Stats:
         return self.read_tokens / self._reads.total() if self._reads else 0.0
 
     @property
-    def tokens_read_p99(self) -> float:
+    def tokens_read_p99(self) -> int:
         """Stored tokens that one decoded token read at most in 99 of 100 cases, mean over the layers and over the sequences of a step."""
         left = self._reads.total() / 100
         for read in sorted(self._reads, reverse=True):
             left -= self._reads[read]
             if left < 0:
                 return read
-        return 0.0
+        return 0
 
     def to_json(self) -> dict[str, float]:
         """Return the figures with the derived rates, as `--json` prints them."""
