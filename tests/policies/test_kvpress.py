@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from trtkv.config import Rope
 from trtkv.plan import CacheView, Occupancy
 from trtkv.policies.registry import role_class
 from trtkv.ranking import attention, span
@@ -26,6 +27,15 @@ def view_of(keys: Tensor, values: Tensor, queries: Tensor) -> CacheView:
     return CacheView(at, k, values.transpose(0, 1), span(0, tokens, k).expand(heads, -1), dim**-0.5, queries, newest=newest)
 
 
+def rotated(x: Tensor) -> Tensor:
+    """Rotate x [N, H, D] to positions 0, 1, ..."""
+    half = x.shape[-1] // 2
+    angles = torch.arange(len(x)).double()[:, None, None] * 10000.0 ** (-torch.arange(half).double() / half)
+    first, second = x.double().split(half, -1)
+    turned = [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()]
+    return torch.cat(turned, -1).float()
+
+
 @pytest.mark.parametrize("name", RECORDED)
 def test_same_tokens_stay(name: str) -> None:
     method, _, rest = name.partition("-")
@@ -38,6 +48,9 @@ def test_same_tokens_stay(name: str) -> None:
         role = role_class("evict", "lagkv")(lag=16, sink=0, ratio=int(second) / 16, score="norm")
         start = 4 + 16 * int(first)
         keys, values = K[start : start + 32], V[start : start + 32]
+    elif method == "expected_attention":
+        role = role_class("evict", method)(budget=int(first), epsilon=int(second) / 100, rope=Rope())
+        queries = rotated(Q)
     else:
         own = {"snapkv": {"window": 16, "kernel": 5}}.get(method, {})
         role = role_class("evict", method)(budget=int(first), **own)

@@ -11,7 +11,7 @@ what `Quantize.flush` allows. Everything that decides about lengths is a functio
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +68,10 @@ class Role(BaseModel):
     def joins_heads(self) -> bool:
         """Whether what one KV head keeps or reads depends on others: such a role cannot be shared out over GPUs."""
         return False
+
+    def fitted(self, model: ModelConfig) -> Self:
+        """Return the role with what it needs to know of the model, as the model's plan carries it."""
+        return self
 
     def meaning(self) -> Meaning:
         """Name this role by import path and fields, as a plan carries it."""
