@@ -68,6 +68,9 @@ EVICTION = (
     ("expected-attention", ()),
     ("expected-attention", ("evict.window=2048",)),  # the whole prompt
     ("expected-attention", ("evict.epsilon=0.01",)),
+    ("expected-adakv", ()),
+    ("expected-adakv", ("evict.epsilon=0.01",)),
+    ("adakv", ()),
     ("rkv", ()),
     ("rkv", ("evict.weight=0.5",)),
     ("snapkv", ()),

@@ -45,6 +45,7 @@ CAPABILITIES: dict[str, tuple[bool, str]] = {
     "settled_prefix": (True, "leading tokens that are never evicted"),
     "precision_classes": (False, "an evict role that says which kept tokens are encoded"),
     "pages_chosen": (False, "a retrieve role that reads whole pages"),
+    "token_scores": (False, "an evict role that scores every stored token"),
     "free_tokens": (False, "an evict role with a budget to distribute"),
     "precise_share": (False, "an allocate role that says how many tokens stay in full precision"),
 }
@@ -130,8 +131,8 @@ class Allocate(Role):
         """Where heads are measured against each other."""
         return self.measured
 
-    def measure(self, view: CacheView) -> Tensor:
-        """Measure a layer at the end of the prompt: [Hk] fp32."""
+    def measure(self, view: CacheView, evict: Evict) -> Tensor:
+        """Measure a layer at the end of the prompt, for the evict role that is served: [Hk] fp32."""
         raise NotImplementedError
 
     def budgets(self, ask: Ask, measures: Floats | None) -> Ints:
