@@ -18,7 +18,7 @@ from tests.tiny import Rig, TinyModel, make_rig
 from trtkv.config import Limits
 from trtkv.policies.schedule import trajectory
 
-COMPACTING = [name for name in PRESETS if small(name).evict and not small(name).quantize and name != "razor"]
+COMPACTING = [name for name in PRESETS if small(name).plan(MODEL).storage == "compacted"]
 STEPS = 60
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -196,6 +197,15 @@ def test_rkv_scores_are_importance_against_redundancy() -> None:
             alike += torch.tensor(cosines, dtype=torch.float64) / 40
         expected = [0.07 * float(attended[i : i + 3].max()) - 0.93 * float(alike.softmax(0)[i]) for i in range(32)]
         torch.testing.assert_close(found[head, :32].double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["rkv", "expected_attention"])
+def test_scores_do_not_depend_on_the_parts_they_are_computed_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors(60, 4, 2)
+    role, view = role_class("evict", name)(budget=20), view_of(k, v, q)
+    whole = role.scores(view)
+    monkeypatch.setattr(sys.modules[type(role).__module__], "MOST_ELEMENTS", 7 * 2 * 60)
+    torch.testing.assert_close(role.scores(view), whole)
 
 
 def test_rkv_evicts_in_intervals_and_drops_a_repeated_key() -> None:

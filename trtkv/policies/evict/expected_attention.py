@@ -18,6 +18,8 @@ from trtkv.policies.budgeted import Budgeted
 from trtkv.ranking import group_mean, span
 from trtkv.rope import rope_frequencies
 
+MOST_ELEMENTS = 1 << 25  # of products of keys and covariances that are in memory at once
+
 
 class ExpectedAttention(Budgeted):
     """Keep what the queries to come are expected to attend to; evicts once.
@@ -54,17 +56,16 @@ class ExpectedAttention(Budgeted):
 
     def scores(self, view: CacheView) -> Tensor:
         """Return expected weights times the norms of values [Hk, S]; the sink's are zero."""
-        heads = len(view.at.lengths)
-        keys, values = view.keys[:, self.sink :], view.values[:, self.sink :]
-        queries = self.future_queries(view)
+        heads, queries = len(view.at.lengths), self.future_queries(view) * view.scale
         mean = queries.mean(0)
-        logits = torch.unflatten(mean, 0, (heads, -1)) @ keys.transpose(1, 2) * view.scale
-        if self.covariance:
-            centred = (queries - mean).transpose(0, 1)
-            covariance = torch.unflatten(centred.transpose(1, 2) @ centred / len(queries), 0, (heads, -1))
-            wide = keys[:, None]
-            logits += (wide @ covariance * wide).sum(-1) * view.scale**2 / 2
-        weights = group_mean(logits.softmax(-1).flatten(0, 1), heads)
+        centred = (queries - mean).transpose(0, 1)
+        covariance = centred.transpose(1, 2) @ centred / len(queries)
+        mean, covariance = (torch.unflatten(x, 0, (heads, -1)) for x in (mean, covariance))
+        keys, values, parts = view.keys[:, None, self.sink :], view.values[:, self.sink :], []
+        for some in keys.split(max(1, MOST_ELEMENTS // queries[0].numel()), 2):
+            spread = (some @ covariance * some).sum(-1) / 2 if self.covariance else 0
+            parts.append((mean[:, :, None] @ some.transpose(2, 3))[:, :, 0] + spread)
+        weights = group_mean(torch.cat(parts, -1).softmax(-1).flatten(0, 1), heads)
         return F.pad((weights + self.epsilon) * values.norm(dim=-1), (self.sink, 0))
 
     def future_queries(self, view: CacheView) -> Tensor:

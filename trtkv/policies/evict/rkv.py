@@ -19,7 +19,7 @@ from trtkv.plan import CacheView
 from trtkv.policies.budgeted import Budgeted
 from trtkv.ranking import span
 
-BLOCK = 512  # keys whose cosines to all others are in memory at once
+MOST_ELEMENTS = 1 << 25  # cosines that are in memory at once
 
 
 class RKV(Budgeted):
@@ -71,11 +71,11 @@ class RKV(Budgeted):
         """Return the share of likeness [Hk, S] of keys [Hk, S, D] among those stored [Hk, S] bool."""
         unit, index = keys / (keys.norm(dim=-1, keepdim=True) + 1e-8), span(0, keys.shape[1], keys)
         total = keys.new_zeros(stored.shape)
-        for start in range(0, len(index), BLOCK):
-            cosines = unit[:, start : start + BLOCK] @ unit.transpose(1, 2)
-            cosines.masked_fill_(index[start : start + BLOCK, None] == index, 0)
-            latest = torch.where(cosines > self.similar, index, 0).amax(-1, keepdim=True)
-            total += cosines.scatter_(-1, latest, 0).sum(1)
+        for some in index.split(max(1, MOST_ELEMENTS // stored.numel())):
+            cosines = unit[:, some] @ unit.transpose(1, 2)
+            cosines.masked_fill_(some[:, None] == index, 0)
+            latest = ((cosines > self.similar) * index.int()).amax(-1, keepdim=True)
+            total += cosines.scatter_(-1, latest.long(), 0).sum(1)
         return (total / stored.sum(1, keepdim=True)).masked_fill(~stored, float("-inf")).softmax(-1)
 
     def check(self, policy: str) -> None:
