@@ -2,7 +2,6 @@
 
     python build_scripts/quality.py list > cells.jsonl                       # what is to be measured, most wanted first; --without FILE: the rest
     python build_scripts/quality.py list --prefill > cells.jsonl             # the same of policies that read blocks of prompts: quality-prefill.jsonl
-    python build_scripts/quality.py list --evict > cells.jsonl               # of policies that evict by other scores: quality-evict.jsonl
     python build_scripts/quality.py samples samples.json                     # prompts in tokens, for quality_peer.py
     python build_scripts/quality.py run cells.jsonl records --workers 14     # stops in time, continues where it stopped
     cat records/*.jsonl peer.jsonl > engines/quality.jsonl                   # what the document is written from
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quality_cells import LENGTHS, PERCENTS, Cell, Model, cells, eviction_cells, measure, prefill_cells, samples_of
+from quality_cells import LENGTHS, PERCENTS, Cell, Model, cells, measure, prefill_cells, samples_of
 
 from trtkv.bench.records import read_records
 
@@ -61,7 +60,6 @@ def main() -> None:
         one.add_argument("--index", type=int, default=0)
         one.add_argument("--commit", default="", help="goes into the records")
         one.add_argument("--prefill", action="store_true", help="list the cells of policies that read blocks of prompts")
-        one.add_argument("--evict", action="store_true", help="list the cells of policies that evict by other scores")
         one.add_argument("--without", type=Path, help="records whose cells list leaves out")
     options = parser.parse_args()
     {"list": show, "samples": write_samples, "run": run, "work": work}[options.command](options)
@@ -81,10 +79,7 @@ def everything() -> Iterator[Cell]:
 def show(options: argparse.Namespace) -> None:
     """Print the cells as JSON lines."""
     done = {name_of(cell_of(row)) for row in read_records(options.without) if "preset" in row} if options.without else set()
-    wanted = everything()
-    if options.prefill or options.evict:
-        wanted = prefill_cells(TASKS, PREFILL_LENGTHS, 60) if options.prefill else eviction_cells(TASKS, LENGTHS[0], 60)
-    for cell in wanted:
+    for cell in prefill_cells(TASKS, PREFILL_LENGTHS, 60) if options.prefill else everything():
         if name_of(cell) not in done:
             print(json.dumps(dataclasses.asdict(cell)))
 

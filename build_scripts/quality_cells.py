@@ -62,23 +62,6 @@ PREFILL = (
     ("flexprefill", (FROM_THE_START,)),
     ("flexprefill", (FROM_THE_START, "prefill.gamma=0.95")),
 )
-# What evicts by other scores, beside those that it is to be compared with.
-EVICTION = (
-    ("full", ()),
-    ("expected-attention", ()),
-    ("expected-attention", ("evict.window=2048",)),  # the whole prompt
-    ("expected-attention", ("evict.epsilon=0.01",)),
-    ("expected-adakv", ()),
-    ("expected-adakv", ("evict.epsilon=0.01",)),
-    ("adakv", ()),
-    ("rkv", ()),
-    ("rkv", ("evict.weight=0.5",)),
-    ("snapkv", ()),
-    ("lagkv", ()),
-    ("h2o", ()),
-    ("keydiff", ()),
-    ("streaming", ()),
-)
 OWN_SIZE = ("minikv", "minikv-pyramid")  # beside a budget: the paper's shares of the prompt
 
 
@@ -112,13 +95,6 @@ def prefill_cells(tasks: Sequence[str], lengths: Sequence[int], samples: int) ->
     for length in lengths:
         for name, sets in PREFILL:
             yield from (Cell(task, name, sets, 0, length, samples, blind=False, seed=2) for task in tasks)
-
-
-def eviction_cells(tasks: Sequence[str], length: int, samples: int) -> Iterator[Cell]:
-    """List the cells of policies that evict, whose question follows the prompt."""
-    for name, sets in EVICTION:
-        for percent in (25, 50) if name != "full" else (0,):
-            yield from (Cell(task, name, sets, percent, length, samples, seed=3) for task in tasks)
 
 
 def policy_of(cell: Cell) -> tuple[Policy, list[str]]:
