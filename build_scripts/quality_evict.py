@@ -81,7 +81,7 @@ class Run:
         self.stepper = Stepper(TorchExecutor(graph, model._weights, cache), cache, limits, rope_tables(manifest.model, limits.max_seq_len))
 
     def read(self, seen: Recorded, counted: dict[int, list[tuple[Tensor, Tensor]]]) -> int:
-        """Let the cache be as after a prompt, and return the bytes that it stores; counted has what each layer's tokens received, once it is known."""
+        """Let the cache be as after a prompt, and return the bytes that it stores; counted collects what each layer's tokens received."""
         prompt = seen.prompt
         self.cache.begin_step([prompt], [prompt], [0], self.cache.page_lists([self.pages]), [prompt])
         for number, (query, keys, values) in enumerate(seen.layers):
@@ -89,12 +89,12 @@ class Run:
             layer.append(keys, values, prompt)
             if not layer.roles.counts_attention:
                 layer.queries = query[-layer.roles.observe_window :].float() if layer.roles.observe_window else None
-            elif number in counted:
-                for store, (store.mass, store.newest) in zip(layer.heads, counted[number], strict=True):
-                    pass
-            else:
+                continue
+            if number not in counted:
                 layer.attend(query)
                 counted[number] = [(store.mass, store.newest) for store in layer.heads]
+            for store, known in zip(layer.heads, counted[number], strict=True):
+                store.mass, store.newest = known
         self.cache.end_step()
         return self.cache.bytes_of(0, prompt)
 
