@@ -47,9 +47,11 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--samples", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
-    model = Model(options.model, "cpu", "float32", options.length, 1)
+    model = Model(options.model, options.device, options.dtype, options.length, 1)
     runs = {"full": Run(model, parse_policy("streaming", budget=options.length))}  # which evicts nothing then
     for name in options.policies.split(","):
         for percent in map(int, options.percents.split(",")):
@@ -61,7 +63,7 @@ def main() -> None:
             continue
         cell = Cell(task, "full", (), 0, options.length, options.samples, seed=options.seed)
         target = tokens_of(model.full, samples_of(cell, model.full)[index], blind=True)
-        row = {"task": task, "sample": index, "model": options.model, "length": options.length, "samples": options.samples, "seed": options.seed}
+        row = {"task": task, "sample": index, **{name: getattr(options, name) for name in ("model", "length", "samples", "seed", "device", "dtype")}}
         with options.records.open("a", encoding="utf-8") as file:
             file.write(json.dumps({**row, "answers": ask(model, target, runs), "commit": options.commit}) + "\n")
 
@@ -75,7 +77,7 @@ class Run:
         plan, limits = policy.plan(manifest.model), manifest.limits
         graph = Path(model._folder.name) / f"{plan.hash}.onnx"
         graph.write_bytes(build_decoder(manifest.model, plan, limits).model.SerializeToString())
-        cache = make_cache(plan, [plan.pages(limits.max_seq_len)] * plan.num_page_groups, 1, "cpu", by_definition=True)
+        cache = make_cache(plan, [plan.pages(limits.max_seq_len)] * plan.num_page_groups, 1, model.full.engine.cache.device, by_definition=True)
         assert isinstance(cache, ReferenceCache)
         self.cache, self.pages = cache, list(range(plan.pages(limits.max_seq_len)))
         self.stepper = Stepper(TorchExecutor(graph, model._weights, cache), cache, limits, rope_tables(manifest.model, limits.max_seq_len))
@@ -109,7 +111,8 @@ def ask(model: Model, target: Target, runs: dict[str, Run]) -> dict[str, dict[st
     for name, run in runs.items():
         size = run.read(seen, counted)
         logits = run.stepper.run([StepRow(asked, prompt, 0, run.pages, rows, prompt)])
-        loss = torch.nn.functional.cross_entropy(logits.float(), right).item()
+        logits = logits.float().cpu()
+        loss = torch.nn.functional.cross_entropy(logits, right).item()
         found[name] = {"exact": int((logits.argmax(-1) == right).all()), "nll": round(loss, 5), "bytes": size}
         run.cache.release(0)
     return found
