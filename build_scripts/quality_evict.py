@@ -3,7 +3,8 @@
     python build_scripts/quality_evict.py engines/quality-evict.jsonl --commit $(git rev-parse --short HEAD)
 
 An eviction follows a prompt's attention, so a prompt in one chunk is the same for all policies: what every layer attended to is recorded once, and
-given to each policy's reference cache, which then answers. A sample is a line of the file once all policies have answered it; a second call goes on.
+given to each policy's reference cache, which then answers. A sample is a line of the file once all policies have answered it; a second call goes on,
+and adds a line where it has other policies.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from trtkv.runtime.rope import rope_tables
 from trtkv.runtime.rows import StepRow
 from trtkv.runtime.step import Stepper
 
-POLICIES = "snapkv,lagkv,h2o,keydiff,expected-attention,expected-attention evict.epsilon=0,expected-adakv,adakv,rkv"
+POLICIES = "snapkv,lagkv,h2o,keydiff,expected-attention,expected-attention evict.epsilon=0,expected-adakv,adakv,rkv,expected-attention+kivi4"
 
 
 def main() -> None:
@@ -57,15 +58,19 @@ def main() -> None:
         for percent in map(int, options.percents.split(",")):
             policy = parse_policy(name.split()[0], sets=name.split()[1:])
             runs[f"{name} {percent}%"] = Run(model, apply_budget(policy, round(options.length * percent / 100), options.length))
-    done = {(row["task"], row["sample"]) for row in (read_records(options.records) if options.records.is_file() else [])}
+    done: dict[tuple[str, int], set[str]] = {}
+    for row in read_records(options.records) if options.records.is_file() else []:
+        done.setdefault((row["task"], row["sample"]), set()).update(row["answers"])
     for task, index in order(options.tasks.split(","), options.samples):
-        if (task, index) in done:
+        left = {name: run for name, run in runs.items() if name not in done.get((task, index), ())}
+        if not left:
             continue
         cell = Cell(task, "full", (), 0, options.length, options.samples, seed=options.seed)
         target = tokens_of(model.full, samples_of(cell, model.full)[index], blind=True)
-        row = {"task": task, "sample": index, **{name: getattr(options, name) for name in ("model", "length", "samples", "seed", "device", "dtype")}}
+        row = {"task": task, "sample": index, **{name: getattr(options, name) for name in ("model", "length", "samples", "seed", "dtype")}}
+        row["device"] = torch.cuda.get_device_name() if model.full.engine.cache.device.type == "cuda" else "2-core x86-64"
         with options.records.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**row, "answers": ask(model, target, runs), "commit": options.commit}) + "\n")
+            file.write(json.dumps({**row, "answers": ask(model, target, left), "commit": options.commit}) + "\n")
 
 
 class Run:

@@ -41,7 +41,7 @@ def test_same_tokens_stay(name: str) -> None:
         start = 4 + 16 * int(first)
         keys, values = K[start : start + 32], V[start : start + 32]
     elif method == "expected_attention":
-        role = role_class("evict", method)(budget=int(first), epsilon=int(second) / 100, rope=Rope())
+        role = role_class("evict", method)(budget=int(first), epsilon=int(second) / 100, window=len(Q), rope=Rope())
         queries = rotated(Q)
     else:
         own = {"snapkv": {"window": 16, "kernel": 5}}.get(method, {})

@@ -34,7 +34,7 @@ class ExpectedAttention(Budgeted):
     needs: ClassVar[frozenset[str]] = frozenset({"last_queries"})
     takes: ClassVar[frozenset[str]] = frozenset()
     prompt_only: ClassVar[bool] = True
-    window: int = Field(512, ge=1)
+    window: int = Field(128, ge=1)
     future: int = Field(512, ge=1)
     sink: int = Field(4, ge=0)
     covariance: bool = True
