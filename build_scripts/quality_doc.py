@@ -216,7 +216,7 @@ def evicting(folder: Path) -> str:
         loss = fmean(row["answers"][name]["nll"] - row["answers"]["full"]["nll"] for row in rows)
         return "/".join(f"{share:.2f}" for share in right) + f", {loss:+.2f}"
 
-    names = dict.fromkeys(name.rpartition(" ")[0] for name in rows[0]["answers"] if name != "full")
+    names = dict.fromkeys(name.rpartition(" ")[0] for name in rows[0]["answers"] if name != "full" and "window" not in name)
     lines = [[" ".join(f"`{one}`" for one in name.split()), *(cell(f"{name} {share}") for share in ("25%", "50%"))] for name in names]
     return f"""## Scores by which tokens stay
 
