@@ -204,7 +204,8 @@ Bytes are at 25%, or a preset's only size. Passkey / needle:
 def evicting(folder: Path) -> str:
     """Write what scores by which tokens stay cost on the same prompts."""
     merged: dict[tuple[str, int], Record] = {}
-    for row in read_records(folder / "quality-evict.jsonl"):
+    every = read_records(folder / "quality-evict.jsonl")
+    for row in every:
         found = merged.setdefault((row["task"], row["sample"]), {**row, "answers": {}})
         found["answers"] |= row["answers"]
     most = max(len(row["answers"]) for row in merged.values())
@@ -221,7 +222,7 @@ def evicting(folder: Path) -> str:
     return f"""## Scores by which tokens stay
 
 Passkey / needle, and the loss in nats an answer's token above `full`'s ({cell("full").partition(",")[0]}): {counts} prompts, the same for all,
-question unseen. {rows[0]["dtype"]} on a GPU, {commits(rows)}, `build_scripts/quality_evict.py`.
+question unseen. {rows[0]["dtype"]} on a GPU, {commits(every)}, `build_scripts/quality_evict.py`.
 
 {table(["preset", "25%", "50%"], lines)}"""
 
