@@ -81,7 +81,7 @@ def form_of(shape: Shape, columns: int) -> Form:
     if columns > 1:
         return Form(4, 2, 3) if pair else Form(8, 2, 2) if few else Form(8, 2 if shape.fp8 else 1, 3)
     if shape.fp8:
-        return Form(12, 2, 2) if few and not pair else Form(8, 2, 3)
+        return Form(16, 2, 2) if few and not pair else Form(8, 2, 3)
     return Form(4, 1, 5) if pair else Form(14, 1, 2) if few else Form(8, 2, 3)
 
 
