@@ -46,32 +46,34 @@ def main() -> None:
         for name in options.formats.split(","):
             form = FORMATS[name]
             model = options.model if form is None else write_config(options.model, *form, Path(folder) / name)
-            rows = [row for batch, fill in ((1, "prefill"), (8, "direct")) for row in own_rows(options, model, batch, fill)]
+            rows = [row for batch in (1, 8) for row in own_rows(options, model, batch)]
             if options.peer_python:
-                rows += peer_rows(options, model, Path(folder) / f"{name}.jsonl")
+                rows = beside_peer(options, model, Path(folder) / f"{name}.jsonl", rows)
             with options.records.open("a") as file:
                 for row in rows:
                     command = row["command"].replace(model, f"<{name} of {options.model}>" if form else model)
                     file.write(json.dumps({**row, "command": command, "model": options.model, "weights": name}) + "\n")
 
 
-def own_rows(options: argparse.Namespace, model: str, batch: int, fill: str) -> list[dict[str, Any]]:
-    """Time steps of so many sequences."""
+def own_rows(options: argparse.Namespace, model: str, batch: int) -> list[dict[str, Any]]:
+    """Time steps of so many sequences, and the first token of one where no peer's is timed alike."""
+    fill = "prefill" if batch == 1 and not options.peer_python else "direct"
     given = {"--model": model, "--policy": options.policy, "--context": options.context, "--batch": batch, "--fill": fill, "--chunk": 8192}
     words = [str(word) for pair in given.items() for word in pair]
     command = [sys.executable, "-m", "trtkv", "bench", "step", *words, "--weights", "random", "--json"]
     return [json.loads(line) for line in subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()]
 
 
-def peer_rows(options: argparse.Namespace, model: str, records: Path) -> list[dict[str, Any]]:
-    """Time vLLM's first token and steps, as rows whose policy is its name."""
-    asked = [f"ttft:{options.context}", *(f"decode:{batch}x{options.context}" for batch in (1, 8))]
-    command = [sys.executable, str(PEER), "--side", "peer", "--peer-python", options.peer_python, "--model", model, "--rows", ",".join(asked)]
-    subprocess.run([*command, "--results", str(records)], check=True)
-    found = {row["row"]: row for row in map(json.loads, records.read_text().splitlines())}
-    first, *steps = (found[one] for one in asked)
-    timed = {1: {"ttft_ms": first["ttft_ms"]}, 8: {}}
-    return [{**row, "policy": "vllm", "itl_p50_ms": row["itl_ms"], **timed[row["batch"]]} for row in steps]
+def beside_peer(options: argparse.Namespace, model: str, records: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows with the first tokens of both sides, measured alike, and vLLM's steps as rows whose policy is its name."""
+    command = [sys.executable, str(PEER), "--peer-python", options.peer_python, "--model", model, "--results", str(records)]
+    steps = [f"decode:{batch}x{options.context}" for batch in (1, 8)]
+    subprocess.run([*command, "--side", "both", "--policies", options.policy, "--rows", f"ttft:{options.context}"], check=True)
+    subprocess.run([*command, "--side", "peer", "--rows", ",".join(steps)], check=True)
+    found = [json.loads(line) for line in records.read_text().splitlines()]
+    first = {row["policy"] or "vllm": row["ttft_ms"] for row in found if row["kind"] == "ttft"}
+    rows = rows + [{**row, "policy": "vllm", "itl_p50_ms": row["itl_ms"]} for row in found if row["kind"] == "decode"]
+    return [{**row, "ttft_ms": first[row["policy"]]} if row["batch"] == 1 else row for row in rows]
 
 
 def write_config(model: str, form: str, weights: dict[str, Any], folder: Path) -> str:
@@ -86,13 +88,14 @@ def write_config(model: str, form: str, weights: dict[str, Any], folder: Path) -
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the median step and the first token, a line for each format, policy and number of sequences, beside 16 bits under the same policy."""
-    base = {(row["policy"], row["batch"]): row["itl_p50_ms"] for row in rows if row["weights"] == "16 bits"}
+    base = {(row["policy"], row["batch"]): row["itl_p50_ms"] for row in rows if row["weights"] == "16 bits" and row["policy"] != "vllm"}
     lines = ["| weights | policy | sequences | step ms | speedup | of its bytes' bound | first token s |", "|---|---|---:|---:|---:|---:|---:|"]
     for row in rows:
         step, first = row["itl_p50_ms"], row.get("ttft_ms")
         share = f"{row['least_us'] / step / 1e3:.0%}" if "least_us" in row else ""
+        gain = f"{base[key] / step:.2f}" if (key := (row["policy"], row["batch"])) in base else ""
         lines.append(
-            f"| {row['weights']} | {row['policy']} | {row['batch']} | {step:.2f} | {base[row['policy'], row['batch']] / step:.2f} | {share} | "
+            f"| {row['weights']} | {row['policy']} | {row['batch']} | {step:.2f} | {gain} | {share} | "
             f"{'' if first is None else f'{first / 1e3:.2f}'} |"
         )
     return "\n".join(lines)
