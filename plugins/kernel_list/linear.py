@@ -40,10 +40,10 @@ def kernels(model: ModelConfig, limits: Limits, arch: str) -> Iterator[Spec]:
 
 def packed_shape(encoding: Quantization, rows: int, inner: int, *, gated: bool) -> packed.Shape | None:
     """Describe a matrix [rows, inner] for the kernels that read codes, None where they are not written for its encoding."""
-    if encoding.minima or encoding.block or encoding.codes not in ("fp8", "int4"):
+    if encoding.codes == "int6":
         return None
-    group = 0 if encoding.groups(inner) == 1 else encoding.group
-    shape = packed.Shape(rows, inner, group, encoding.codes == "fp8", encoding.zero_points, TORCH_DTYPES[encoding.scale_dtype], gated)
+    group, scales = 0 if encoding.groups(inner) == 1 else encoding.group, TORCH_DTYPES[encoding.scale_dtype]
+    shape = packed.Shape(rows, inner, group, encoding.codes, encoding.zero_points, scales, gated, encoding.minima, encoding.block)
     return shape if shape.taken else None
 
 

@@ -10,6 +10,7 @@ import argparse
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from plugins.linear.packed import launch
 from plugins.linear.packed.launch import Shape
 from tests.checkpoint.conftest import mixed, write_gguf
 from tests.packing import FORMATS, make_packed
-from tests.plugins.test_packed_linear import compare, matrix
+from tests.plugins.test_packed_linear import compare, matrix, of
 from trtkv.api import build
 from trtkv.bench.timing import cache_bytes, copy_bandwidth, measure
 from trtkv.checkpoint.gguf import convert_gguf
@@ -30,19 +31,23 @@ from trtkv.runtime.weight import Weight
 DEVICE = torch.device("cuda")
 # Qwen2.5-7B's matrices: rows, inner, whether gated.
 MATRICES = {"qkv": (4608, 3584, False), "o": (3584, 3584, False), "gate_up": (37888, 3584, True), "down": (3584, 18944, False)}
-WEIGHTS = {"fp8 rows": (0, True, False), "fp8 of 128": (128, True, False), "int4 of 128": (128, False, False), "int4 of 32": (32, False, True)}
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "fp8 rows": {"group": 0, "codes": "fp8"}, "fp8 of 128": {"group": 128, "codes": "fp8"}, "int4 of 128": {"group": 128, "codes": "int4"},
+    "int4 of 32": {"group": 32, "codes": "int4", "zeros": True}, "Q8_0": {"group": 32, "codes": "int8", "scales": torch.float16},
+    "Q4_1": {"group": 32, "codes": "int4", "scales": torch.float16, "minima": True},
+    "Q4_K": {"group": 32, "codes": "int4", "scales": torch.int8, "minima": True, "block": 256},
+}  # fmt: skip
 
 
 def check_products(tokens: list[int], bandwidth: float) -> list[str]:
     """Compare and time every product of few tokens; returns what is wrong."""
     wrong = []
     for name, (rows, inner, gated) in MATRICES.items():
-        for kind, (group, fp8, zeros) in WEIGHTS.items():
-            shape = Shape(rows, inner, group, fp8=fp8, zeros=zeros, gated=gated)
+        for kind, given in WEIGHTS.items():
+            shape = Shape(rows, inner, gated=gated, **given)
             made = matrix(shape, device="cuda")
-            own = [one for one in (made.codes, made.scales, made.zeros) if one is not None]
-            size = sum(one.nbytes for one in own)
-            copies = [[one.clone() for one in own] + [None] * (3 - len(own)) for _ in range(1 + 2 * cache_bytes(DEVICE) // size)]
+            size = sum(one.nbytes for one in made.tensors)
+            copies = [of(made)._replace(codes=made.codes.clone()) for _ in range(1 + 2 * cache_bytes(DEVICE) // size)]
             for count in tokens:
                 x, out = (torch.randn(count, width, dtype=torch.bfloat16, device=DEVICE) for width in (inner, shape.width))
                 ours, theirs = compare(shape, count, torch.bfloat16, "cuda")
@@ -50,8 +55,7 @@ def check_products(tokens: list[int], bandwidth: float) -> list[str]:
                     wrong.append(f"{name}, {kind}, {count} tokens: error {ours:.3g}, torch's {theirs:.3g}")
 
                 def call(i: int) -> None:
-                    codes, scales, points = copies[i % len(copies)]  # noqa: B023 (called within this round)
-                    launch.multiply(x, (codes, scales, points), None, out, shape)  # noqa: B023
+                    launch.multiply(x, copies[i % len(copies)], None, out, shape)  # noqa: B023 (called within this round)
 
                 us = measure(call, len(copies), 9, DEVICE).median_us
                 share = size / us / 1e-6 / bandwidth
@@ -62,13 +66,13 @@ def check_products(tokens: list[int], bandwidth: float) -> list[str]:
 def check_prompts() -> list[str]:
     """Compare products of many tokens with fp64, of the tokens as they are encoded where they are; returns what is wrong."""
     wrong = []
-    for kind, (group, fp8, zeros) in WEIGHTS.items():
-        made = matrix(Shape(4608, 3584, group, fp8=fp8, zeros=zeros), device="cuda")
+    for kind, encoding in WEIGHTS.items():
+        made = matrix(Shape(4608, 3584, **encoding), device="cuda")
         weight, wide = PackedWeight((made,), Scratch()), made.wide(slice(None))
         for count in (17, 64, 65, 1000):
             x, bias = (torch.randn(size, dtype=torch.bfloat16, device=DEVICE) for size in ((count, 3584), (4608,)))
             found, given = fused.product(x, None, None, weight, Weight((bias[None],)))[0], x.double()
-            if fp8 and group == 0:
+            if kind == "fp8 rows":
                 codes, scales = torch.empty_like(x, dtype=torch.float8_e4m3fn), torch.empty(count, device=DEVICE)
                 launch.narrow(x, codes, scales)
                 given = codes.double() * scales.double()[:, None]

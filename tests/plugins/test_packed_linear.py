@@ -8,18 +8,22 @@ from torch import Tensor
 
 from plugins.device import nvrtc
 from plugins.linear.packed import launch
-from plugins.linear.packed.launch import Form, Shape
+from plugins.linear.packed.launch import Form, Matrix, Shape
 from tests.plugins import cuda_on_cpu
 from trtkv.runtime.packed import Codes
 
 SHAPES = [
-    Shape(96, 256, 0, fp8=True),
-    Shape(72, 384, 128, fp8=True, scales=torch.bfloat16),
-    Shape(88, 144, 0, fp8=True, gated=True),
-    Shape(96, 256, 32, fp8=False),
-    Shape(72, 192, 64, fp8=False, zeros=True, scales=torch.float16),
-    Shape(96, 2048, 128, fp8=False, zeros=True, gated=True, scales=torch.bfloat16),
-    Shape(48, 96, 0, fp8=False),
+    Shape(96, 256, 0, codes="fp8"),
+    Shape(72, 384, 128, codes="fp8", scales=torch.bfloat16),
+    Shape(88, 144, 0, codes="fp8", gated=True),
+    Shape(96, 256, 32, codes="int4"),
+    Shape(72, 192, 64, codes="int4", zeros=True, scales=torch.float16),
+    Shape(96, 2048, 128, codes="int4", zeros=True, gated=True, scales=torch.bfloat16),
+    Shape(48, 96, 0, codes="int4"),
+    Shape(48, 160, 32, codes="int8", scales=torch.float16),
+    Shape(40, 128, 64, codes="int8"),
+    Shape(48, 192, 32, codes="int4", scales=torch.float16, minima=True),
+    Shape(96, 512, 32, codes="int4", scales=torch.int8, minima=True, block=256, gated=True),
 ]
 FORMS = {"chosen": None, "other": Form(4, 3, 1)}
 on_cpu = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
@@ -31,12 +35,26 @@ def matrix(shape: Shape, seed: int = 0, device: str = "cpu") -> Codes:
     groups = -(-shape.inner // shape.group) if shape.group else 1
     scales = torch.rand(shape.rows, groups, generator=draw).add(0.1).mul(0.02)
     zeros = torch.randint(0, 16, (shape.rows, groups), generator=draw, dtype=torch.uint8) if shape.zeros else None
-    if shape.fp8:
-        codes = (torch.randn(shape.rows, shape.inner, generator=draw) * 40).clamp(-448, 448).to(torch.float8_e4m3fn)
-        scales /= 40
-    else:
+    if shape.codes == "int4":
         codes = torch.randint(0, 256, (shape.rows, shape.inner // 2), generator=draw, dtype=torch.uint8)
-    return Codes(codes.to(device), scales.to(shape.scales).to(device), None if zeros is None else zeros.to(device), shape.group)
+    elif shape.codes == "int8":
+        codes, scales = torch.randint(-128, 128, (shape.rows, shape.inner), generator=draw, dtype=torch.int8), scales / 16
+    else:
+        codes, scales = (torch.randn(shape.rows, shape.inner, generator=draw) * 40).clamp(-448, 448).to(torch.float8_e4m3fn), scales / 40
+    minima = -8 * scales if shape.minima else None
+    beside = {"zeros": zeros, "minima": minima}
+    if shape.block:  # integers, and a factor for each block
+        each = shape.rows, shape.inner // shape.block
+        factors = (torch.rand(each, generator=draw).add(0.5).mul(1e-3).half() * sign for sign in (1, -1))
+        beside |= dict(zip(("scale_blocks", "minimum_blocks"), factors, strict=True))
+        scales, beside["minima"] = (torch.randint(0, 64, scales.shape, generator=draw) for _ in range(2))
+    kept = {name: one.to(shape.scales if name == "minima" else one.dtype).to(device) for name, one in beside.items() if one is not None}
+    bits = 4 if shape.codes == "int4" else 8
+    return Codes(codes.to(device), scales.to(shape.scales).to(device), kept.pop("zeros", None), shape.group, bits, **kept)
+
+
+def of(codes: Codes) -> Matrix:
+    return Matrix(codes.codes, codes.scales, codes.zeros, codes.minima, codes.scale_blocks, codes.minimum_blocks)
 
 
 def compare(shape: Shape, tokens: int, dtype: torch.dtype, device: str = "cpu", form: Form | None = None) -> tuple[float, float]:
@@ -47,7 +65,7 @@ def compare(shape: Shape, tokens: int, dtype: torch.dtype, device: str = "cpu", 
     wide = codes.wide(slice(0, shape.rows))
     out = torch.full((tokens, shape.width), torch.nan, dtype=dtype, device=device)
     assert launch.takes(x, shape)
-    launch.multiply(x, (codes.codes, codes.scales, codes.zeros), bias, out, shape, form=form)
+    launch.multiply(x, of(codes), bias, out, shape, form=form)
     exact = torch.nn.functional.linear(x.double(), wide.double(), None if bias is None else bias.double())
     theirs = torch.nn.functional.linear(x, wide.to(dtype), bias)
     if shape.gated:
@@ -78,10 +96,10 @@ def test_every_code_of_eight_bits_is_its_number(dtype: torch.dtype, monkeypatch:
     codes = torch.tensor([one for one in range(256) if one & 127 != 127], dtype=torch.uint8)
     padded = torch.zeros(len(codes), 32, dtype=torch.uint8)
     padded[:, 0] = codes
-    shape, out = Shape(len(codes), 32, 0, fp8=True), torch.empty(1, len(codes), dtype=dtype)
+    shape, out = Shape(len(codes), 32, 0, codes="fp8"), torch.empty(1, len(codes), dtype=dtype)
     x = torch.zeros(1, 32, dtype=dtype)
     x[0, 0] = 1
-    launch.multiply(x, (padded, torch.ones(len(codes), 1), None), None, out, shape)
+    launch.multiply(x, Matrix(padded, torch.ones(len(codes), 1)), None, out, shape)
     assert torch.equal(out[0].float(), codes.view(torch.float8_e4m3fn).float())
 
 
@@ -91,8 +109,13 @@ def test_every_code_of_eight_bits_is_its_number(dtype: torch.dtype, monkeypatch:
 def test_weights_made_wide(shape: Shape, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda_on_cpu.install(monkeypatch)
     codes, out = matrix(shape), torch.full((shape.rows, shape.inner), torch.nan, dtype=dtype)
-    launch.widen((codes.codes, codes.scales, codes.zeros), out, shape)
-    assert torch.equal(out, codes.wide(slice(None)).to(dtype))
+    launch.widen(of(codes), out, shape)
+    wide = codes.wide(slice(None))
+    assert (
+        torch.equal(out, wide.to(dtype))
+        if not shape.minima
+        else float((out.float() - wide).abs().max()) <= torch.finfo(dtype).eps * float(wide.abs().max())
+    )
 
 
 def encode(device: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,15 +147,19 @@ def test_tokens_are_encoded_on_a_gpu() -> None:
 
 def test_what_the_kernel_is_not_written_for() -> None:
     x = torch.zeros(17, 64, dtype=torch.float16)
-    assert not launch.takes(x, Shape(16, 64, 0, fp8=True)) and not launch.takes(x[:1].float(), Shape(16, 64, 0, fp8=True))
-    assert not launch.takes(x[:1], Shape(16, 64, 8, fp8=False)) and launch.takes(x[:1], Shape(16, 64, 32, fp8=False))
-    assert not Shape(16, 384, 192, fp8=False).taken and not Shape(16, 72, 0, fp8=True).taken and not Shape(16, 64, 0, fp8=True, gated=True).taken
+    assert not launch.takes(x, Shape(16, 64, 0, codes="fp8")) and not launch.takes(x[:1].float(), Shape(16, 64, 0, codes="fp8"))
+    assert not launch.takes(x[:1], Shape(16, 64, 8, codes="int4")) and launch.takes(x[:1], Shape(16, 64, 32, codes="int4"))
+    assert (
+        not Shape(16, 384, 192, codes="int4").taken
+        and not Shape(16, 72, 0, codes="fp8").taken
+        and not Shape(16, 64, 0, codes="fp8", gated=True).taken
+    )
 
 
 @pytest.mark.skipif(nvrtc.missing() is not None, reason="needs NVRTC")
 @pytest.mark.parametrize("sm", ["80", "89", "90", "120"])
 def test_the_kernels_compile(sm: str, quick_compiler: None) -> None:
-    shapes = (Shape(192, 256, 0, fp8=True, gated=True), Shape(192, 256, 128, fp8=False, zeros=True), Shape(192, 256, 32, fp8=False))
+    shapes = (Shape(192, 256, 0, codes="fp8", gated=True), Shape(192, 256, 128, codes="int4", zeros=True), Shape(192, 256, 32, codes="int4"))
     every = [spec for shape in shapes for spec in launch.kernels(shape, torch.bfloat16, 16, sm)]
     assert [spec.compile().cubin[:4] for spec in every] == [b"\x7fELF"] * 9
 

@@ -1,6 +1,6 @@
 """Matrices of codes: packed in memory as they were published, and dequantized a piece at a time into memory that all of them share.
 
-On a GPU kernels read the codes (`packed_products`), but for GGUF's encodings with minima, with scales of blocks or of other than four bits.
+On a GPU kernels read the codes (`packed_products`), but for those of six bits and for matrices stacked from different encodings.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from plugins.linear.packed.launch import Matrix, Shape
 from trtkv.runtime.packed import Codes, PackedWeight
 
 MOST_TOKENS = 64  # for which codes are read again by each sixteen of them, where there is no product of fp8
+KINDS = {torch.float8_e4m3fn: "fp8", torch.int8: "int8", torch.uint8: "int4"}
 PIECE, ROWS = 1 << 24, 256  # weights made wide at a time, and the rows of which there are multiples, as a library multiplies them best
 
 
@@ -66,15 +67,25 @@ def prepare(weight: PackedWeight, most_tokens: int, like: Tensor, *, gated: bool
 
 
 def encoded_as(weight: PackedWeight, *, gated: bool) -> Shape | None:
-    """Describe a matrix for the kernels, None where they are not written for its encoding."""
+    """Describe a matrix for the kernels, None where they are not written for its encoding: parts that differ, codes of six bits."""
     if len(weight.parts) != 1:
         return None
     (codes,) = weight.parts
-    fp8 = codes.codes.dtype == torch.float8_e4m3fn
-    plain = codes.minima is None and codes.scale_blocks is None and (fp8 or (codes.codes.dtype == torch.uint8 and codes.bits == 4))
-    group = 0 if codes.scales.shape[1] == 1 else codes.group
-    shape = Shape(len(codes.codes), codes.width, group, fp8, codes.zeros is not None, codes.scales.dtype, gated)
-    return shape if plain and shape.taken else None
+    if codes.codes.dtype == torch.uint8 and codes.bits != 4:
+        return None
+    group, block = 0 if codes.scales.shape[1] == 1 else codes.group, 0 if codes.scale_blocks is None else codes.width // codes.scale_blocks.shape[1]
+    shape = Shape(
+        len(codes.codes),
+        codes.width,
+        group,
+        KINDS[codes.codes.dtype],
+        codes.zeros is not None,
+        codes.scales.dtype,
+        gated,
+        codes.minima is not None,
+        block,
+    )
+    return shape if shape.taken else None
 
 
 def _shape_of(x: Tensor, weight: PackedWeight, *, gated: bool) -> Shape | None:
@@ -87,7 +98,8 @@ def _rows(shape: Shape) -> int:
 
 
 def _matrix(codes: Codes, rows: slice = slice(None)) -> Matrix:
-    return codes.codes[rows], codes.scales[rows], None if codes.zeros is None else codes.zeros[rows]
+    beside = (codes.zeros, codes.minima, codes.scale_blocks, codes.minimum_blocks)
+    return Matrix(codes.codes[rows], codes.scales[rows], *(None if one is None else one[rows] for one in beside))
 
 
 def _by_pieces(x: Tensor, weight: PackedWeight, bias: Tensor | None, shape: Shape) -> Tensor:

@@ -1,38 +1,41 @@
 // Weights from codes, and codes from tokens, for products that a library multiplies.
 //
-// `widen` is built with -DBITS (4, or 8 for e4m3), -DGROUP, -DZEROS, -DSCALE and -DBF16 as packed.cu is; `narrow` with -DBF16, for sm_89 on.
-#include "scales.cuh"
+// `widen` is built as `codes.cuh` says, and with -DBF16 or not; `narrow` with -DBF16 or not, for sm_89 on.
+#include "codes.cuh"
 
 #define THREADS 256
-#define WEIGHTS (128 / BITS)
 
 __device__ __forceinline__ float number_of(const uint4& v, int i) {
   const u32 word = i * BITS / 32 == 0 ? v.x : i * BITS / 32 == 1 ? v.y : i * BITS / 32 == 2 ? v.z : v.w;
   const u32 code = word >> i * BITS % 32 & ((1u << BITS) - 1);
 #if BITS == 4
   return (float)code;
+#elif SIGNED
+  return (float)(signed char)code;
 #else
   return __half2float(__ushort_as_half((u16)((code & 0x80) << 8 | (code & 0x7f) << 7))) * 256.f;
 #endif
 }
 
-// codes [rows, k], scales and zeros [rows, groups], out [rows, k]; a thread's 16 bytes of codes share a scale. k is a multiple of WEIGHTS.
-extern "C" __global__ void __launch_bounds__(THREADS) widen(const unsigned char* codes, const scale_type* scales, const unsigned char* zeros, real* out,
-    int rows, int k) {
+// out [rows, k]; a thread's 16 bytes of codes share a scale. k is a multiple of WEIGHTS.
+extern "C" __global__ void __launch_bounds__(THREADS) widen(const unsigned char* codes, const scale_type* scales, const unsigned char* zeros, const scale_type* minima,
+    const __half* scale_blocks, const __half* minimum_blocks, real* out, int rows, int k) {
   const long long index = (long long)blockIdx.x * THREADS + threadIdx.x;
   const int of_row = k / WEIGHTS, row = (int)(index / of_row), at = (int)(index % of_row) * WEIGHTS;
   start_next();
   wait_for_input();
   if (row >= rows) return;
-  const long long group = (long long)row * (GROUP ? (k + GROUP - 1) / max(GROUP, 1) : 1) + (GROUP ? at / max(GROUP, 1) : 0);
+  const int group = GROUP ? at / max(GROUP, 1) : 0;
   const uint4 v = *reinterpret_cast<const uint4*>(codes + index * 16);
-  const float scale = scale_of(scales[group]), zero = BITS == 8 ? 0.f : ZEROS ? (float)zeros[group] : 8.f;
+  const float scale = shared_of(scales, scale_blocks, row, group, k), minimum = MINIMA ? shared_of(minima, minimum_blocks, row, group, k) : 0.f;
+  const float zero = BITS == 8 ? 0.f : zero_of(zeros, (long long)row * groups_of(k) + group);
+  auto weight_of = [&](int i) { return fmaf(number_of(v, i) - zero, scale, minimum); };
   uint4* to = reinterpret_cast<uint4*>(out + (long long)row * k + at);
 #pragma unroll
   for (int i = 0; i < WEIGHTS; i += 8) {
     u32 made[4];
 #pragma unroll
-    for (int j = 0; j < 4; j++) made[j] = pack_real((number_of(v, i + 2 * j) - zero) * scale, (number_of(v, i + 2 * j + 1) - zero) * scale);
+    for (int j = 0; j < 4; j++) made[j] = pack_real(weight_of(i + 2 * j), weight_of(i + 2 * j + 1));
     to[i / 8] = make_uint4(made[0], made[1], made[2], made[3]);
   }
 }

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,30 +19,33 @@ from plugins.device.spec import Int, Pointer, Spec
 
 MOST_TOKENS = 16
 TILE = 16  # rows
-PACKED = CudaKernel(Path(__file__).parent / "packed.cu", "packed", (Pointer,) * 6 + (Int,) * 3)
+PACKED = CudaKernel(Path(__file__).parent / "packed.cu", "packed", (Pointer,) * 9 + (Int,) * 3)
 _CONVERT = Path(__file__).parent / "convert.cu"
-WIDEN = CudaKernel(_CONVERT, "widen", (Pointer,) * 4 + (Int, Int))
+WIDEN = CudaKernel(_CONVERT, "widen", (Pointer,) * 7 + (Int, Int))
 NARROW = CudaKernel(_CONVERT, "narrow", (Pointer,) * 3 + (Int,))
 CONVERT_THREADS = 256
 NARROW_CAPABILITY = 89
 FEW = 4224  # results of a token, of which there are at most two tiles for each of 132 multiprocessors
-_SCALES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_SCALES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}
 _DTYPES = (torch.bfloat16, torch.float16)
-
-Matrix = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A matrix of codes [rows, inner] (gated: gate above up): weights that share a scale (0: a row's), and what the kernels differ by."""
+    """A matrix of codes [rows, inner] (gated: gate above up): weights that share a scale (0: a row's), and what the kernels differ by.
+
+    codes are "fp8", "int4" or "int8"; block is how many weights share a factor of scales and minima, which are then integers (0: none).
+    """
 
     rows: int
     inner: int
     group: int
-    fp8: bool
+    codes: str
     zeros: bool = False
     scales: torch.dtype = torch.float32
     gated: bool = False
+    minima: bool = False
+    block: int = 0
 
     @property
     def width(self) -> int:
@@ -51,13 +55,32 @@ class Shape:
     @property
     def lane(self) -> int:
         """Weights of 16 bytes, which one lane reads at once."""
-        return 16 if self.fp8 else 32
+        return 32 if self.codes == "int4" else 16
 
     @property
     def taken(self) -> bool:
-        """Whether the kernel is written for the matrix: a lane's weights share a scale, and so do a chunk's where groups are longer."""
-        fits = self.group % (4 * self.lane) == 0 if self.group >= 4 * self.lane else self.group % self.lane == 0
-        return fits and self.width >= TILE and self.inner % self.lane == 0 and self.scales in _SCALES and self.rows * self.inner < 2**41
+        """Whether the kernels are written for it: a lane's weights share a scale and a minimum, or a chunk's share a scale."""
+        long = self.group >= 4 * self.lane
+        fits = self.group % (4 * self.lane if long else self.lane) == 0 and not (self.minima and (long or not self.group))
+        whole = self.width >= TILE and self.inner % self.lane == 0 and self.block % max(self.group, 1) == 0
+        return fits and whole and self.scales in _SCALES and self.rows * self.inner < 2**41
+
+    @property
+    def defines(self) -> dict[str, int]:
+        """What `codes.cuh` is built with."""
+        kinds = {"BITS": 4 if self.codes == "int4" else 8, "SIGNED": int(self.codes == "int8"), "GROUP": self.group, "ZEROS": int(self.zeros)}
+        return kinds | {"MINIMA": int(self.minima), "SCALE": _SCALES[self.scales], "BLOCK": self.block}
+
+
+class Matrix(NamedTuple):
+    """Codes, fp8 or int8 [N, K] or uint8 [N, K / 2] with two in a byte, and what their groups share, each [N, groups] or, of blocks, [N, blocks]."""
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    minima: Tensor | None = None
+    scale_blocks: Tensor | None = None
+    minimum_blocks: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +102,8 @@ def form_of(shape: Shape, columns: int) -> Form:
     """Choose the form for a matrix and tokens in eights, as measured on an H100."""
     few, pair = shape.width <= FEW, shape.gated
     if columns > 1:
-        return Form(4, 2, 3) if pair else Form(8, 2, 2) if few else Form(8, 2 if shape.fp8 else 1, 3)
-    if shape.fp8:
+        return Form(4, 2, 3) if pair else Form(8, 2, 2) if few else Form(8, 1 if shape.codes == "int4" else 2, 3)
+    if shape.codes != "int4":
         return Form(16, 2, 2) if few and not pair else Form(8, 2, 3)
     return Form(4, 1, 5) if pair else Form(14, 1, 2) if few else Form(8, 2, 3)
 
@@ -88,24 +111,21 @@ def form_of(shape: Shape, columns: int) -> Form:
 def multiply(x: Tensor, matrix: Matrix, bias: Tensor | None, out: Tensor, shape: Shape, *, form: Form | None = None) -> None:
     """Write x [T, K] times a matrix transposed, plus bias [N], to out [T, N]; all contiguous. Gated: silu of one half times the other.
 
-    The matrix is its codes, fp8 [N, K] or uint8 [N, K / 2] with two in a byte, its scales and its zero points (None: 8), both [N, groups]. Sums are
-    fp32 and rounded once; gate, its silu and up are each rounded before they are multiplied.
+    Sums are fp32 and rounded once; gate, its silu and up are each rounded before they are multiplied.
     """
-    codes, scales, zeros = matrix
     columns = _columns(len(x))
     form = form or form_of(shape, columns)
     spec = packed_kernel(shape, form, columns, x.dtype == torch.bfloat16, arch())
-    values = (x, codes, scales, zeros, bias, out, len(x), shape.width, shape.inner)
+    values = (x, *matrix, bias, out, len(x), shape.width, shape.inner)
     blocks = _even(-(-shape.width // TILE), form.blocks * (multiprocessors(x.device) if x.is_cuda else 1))
     kernel.launch(spec, (blocks, 1, 1), values, threads=32 * form.warps, overlap=True)
 
 
 def widen(matrix: Matrix, out: Tensor, shape: Shape) -> None:
     """Write the weights of codes, out [N, K], as they are rounded to its dtype; the matrix as of `multiply`, without those that gate."""
-    codes, scales, zeros = matrix
     count, inner = out.shape
     blocks = -(-count * inner // (shape.lane * CONVERT_THREADS))
-    values = (codes, scales, zeros, out, count, inner)
+    values = (*matrix, out, count, inner)
     kernel.launch(widen_kernel(shape, out.dtype == torch.bfloat16, arch()), (blocks, 1, 1), values, threads=CONVERT_THREADS)
 
 
@@ -117,21 +137,19 @@ def narrow(x: Tensor, codes: Tensor, scales: Tensor) -> None:
 def packed_kernel(shape: Shape, form: Form, columns: int, bf16: bool, arch: str) -> CudaSpec:
     """Return the kernel of a matrix for up to eight tokens a column."""
     cut = {"COLUMNS": columns, "WARPS": form.warps, "DEPTH": form.depth, "BLOCKS": form.blocks}
-    codes = {"BITS": 8 if shape.fp8 else 4, "GROUP": shape.group, "ZEROS": int(shape.zeros), "SCALE": _SCALES[shape.scales]}
     kinds = {"GATED": int(shape.gated), "TAIL": int(shape.inner % (4 * shape.lane) > 0)}
     # Blocks read the same tokens, from the first-level cache.
-    return PACKED.variant(arch, percent=CACHING_PERCENT, **cut, **codes, **kinds, BF16=bf16)
+    return PACKED.variant(arch, percent=CACHING_PERCENT, **cut, **shape.defines, **kinds, BF16=bf16)
 
 
 def widen_kernel(shape: Shape, bf16: bool, arch: str) -> CudaSpec:
     """Return the kernel that makes a matrix wide."""
-    sizes = {"BITS": 8 if shape.fp8 else 4, "GROUP": shape.group, "ZEROS": int(shape.zeros), "SCALE": _SCALES[shape.scales]}
-    return WIDEN.variant(arch, **sizes, BF16=bf16)
+    return WIDEN.variant(arch, **shape.defines, BF16=bf16)
 
 
 def narrow_kernel(bf16: bool, arch: str) -> CudaSpec:
     """Return the kernel that encodes tokens."""
-    return NARROW.variant(arch, BITS=8, GROUP=0, ZEROS=0, SCALE=0, BF16=bf16)
+    return NARROW.variant(arch, **Shape(TILE, TILE, 0, "fp8").defines, BF16=bf16)
 
 
 def kernels(shape: Shape, dtype: torch.dtype, most_tokens: int, arch: str) -> Iterator[Spec]:
@@ -146,7 +164,13 @@ def kernels(shape: Shape, dtype: torch.dtype, most_tokens: int, arch: str) -> It
 
 def narrows(shape: Shape, dtype: torch.dtype, arch: int) -> bool:
     """Say whether a library multiplies the matrix by tokens that are encoded like it; torch's products with scales of rows make bfloat16."""
-    return shape.fp8 and shape.group == 0 and dtype == torch.bfloat16 and arch >= NARROW_CAPABILITY and shape.inner % 16 == shape.rows % 16 == 0
+    return (
+        shape.codes == "fp8"
+        and shape.group == 0
+        and dtype == torch.bfloat16
+        and arch >= NARROW_CAPABILITY
+        and shape.inner % 16 == shape.rows % 16 == 0
+    )
 
 
 def _even(tiles: int, most: int) -> int:
