@@ -10,13 +10,17 @@ time until the next one is reported: "weights" from the first read of the checkp
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import math
+import pstats
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +123,7 @@ def timed(engine: Path, host: bool, profile: bool) -> dict[str, Any]:
     marks = [("imports", time.perf_counter())]
     import torch
 
+    from trtkv.runtime.llm import LLM  # noqa: F401 - what a server imports is no part of opening
     from trtkv.runtime.loading import Options, open_engine
 
     def mark(stage: str) -> None:
@@ -135,16 +140,14 @@ def timed(engine: Path, host: bool, profile: bool) -> dict[str, Any]:
         if host:
             read_weights(engine, mark)
         else:
-            from trtkv.runtime.llm import LLM  # noqa: F401 - what a server imports is no part of opening
-
             open_engine(engine, Options(device="cuda", executor="torch"), lambda stage, fraction: mark(stage))
     mark("end")
-    parts = {name: round(end - begin, 4) for (name, begin), (_, end) in zip(marks, marks[1:], strict=False)}
+    parts = {name: round(end - begin, 4) for (name, begin), (_, end) in pairwise(marks)}
     device = "host" if host else torch.cuda.get_device_name()
     return {"device": device, "seconds": parts, "opened_s": round(marks[-1][1] - dict(reversed(marks))["manifest"], 4)}
 
 
-def read_weights(engine: Path, mark: Any) -> None:
+def read_weights(engine: Path, mark: Callable[[str], None]) -> None:
     """Read an engine's weights into host memory as they are read for a device."""
     import torch
 
@@ -165,24 +168,16 @@ def read_weights(engine: Path, mark: Any) -> None:
     upload_weights(checkpoint, manifest.weights, getattr(torch, manifest.model.dtype), torch.device("cpu"), lambda done, total: None)
 
 
-class profiled:  # noqa: N801 - a context
-    """Prints the functions that took longest on this thread."""
-
-    def __init__(self, wanted: bool) -> None:
-        import cProfile
-
-        self._profile = cProfile.Profile() if wanted else None
-
-    def __enter__(self) -> None:
-        if self._profile:
-            self._profile.enable()
-
-    def __exit__(self, *error: object) -> None:
-        if self._profile:
-            import pstats
-
-            self._profile.disable()
-            pstats.Stats(self._profile, stream=sys.stderr).sort_stats("cumulative").print_stats(45)
+@contextmanager
+def profiled(wanted: bool) -> Iterator[None]:
+    """Print the functions that took longest on this thread, if wanted."""
+    profile = cProfile.Profile()
+    if wanted:
+        profile.enable()
+    yield
+    if wanted:
+        profile.disable()
+        pstats.Stats(profile, stream=sys.stderr).sort_stats("cumulative").print_stats(45)
 
 
 if __name__ == "__main__":
