@@ -31,12 +31,13 @@ from tests.plugins.sessions import feed_steps
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.checkpoint.find import resolve_model
 from trtkv.config import Limits, ModelConfig
-from trtkv.errors import EngineError
+from trtkv.errors import CapacityError, EngineError
 from trtkv.policies.packing import unpack
 from trtkv.policies.quantize.fp8 import Fp8
 from trtkv.policies.quantize.kivi import Kivi
 from trtkv.policies.registry import parse_policy
 from trtkv.policies.schedule import trajectory
+from trtkv.runtime.memory import pool_sizes
 from trtkv.runtime.rows import StepRow
 
 HEADS, GROUP, PAGE, POOL = 2, 2, 64, 8
@@ -356,6 +357,19 @@ def test_reserved_bytes_are_pages_rings_and_prompts() -> None:
     # 2 bits and 2 x 16 bits a group of 32: three bits a number; keys and values of 8 heads x 128 channels, 32 tokens, 2 layers.
     assert count.page == 2 * 8 * 128 * 32 * 2 * 3 // 8
     assert count.slot == 144 * count.token == 144 * 2 * 8 * 128 * 2 * 2
+
+
+def test_who_has_no_room_for_a_prompt_may_encode_it_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    Torch(monkeypatch)
+    plans = [parse_policy("kivi", sets=[f"quantize.by_chunk={one}"]).plan(model(dtype="bfloat16")) for one in (False, True)]
+    limits = Limits.checked(max_seq_len=4096, max_batch_size=1, max_chunk_tokens=512)
+    count = ByteCount(plans[1], formats.find_format(plans[1]))
+    room = count.reserved(4096) + count.token * 4096 // 32  # one layer of the prompt
+    assert pool_sizes(plans[1], limits, torch.device("cpu"), room) == [128]
+    with pytest.raises(CapacityError, match=r"takes 626.* or --set quantize\.by_chunk=true, or"):
+        pool_sizes(plans[0], limits, torch.device("cpu"), room)
+    with pytest.raises(CapacityError, match="Build with a lower --max-seq-len, or"):
+        pool_sizes(plans[1], limits, torch.device("cpu"), room - 1)
 
 
 NEWEST = ("evict.heavy=0", "evict.recent=0.6", "quantize.residual=32")  # which tokens stay depends on no rounding
