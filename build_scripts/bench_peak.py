@@ -11,21 +11,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+import torch
 from bench_weights import FORMATS, write_config
 
+from trtkv.bench.steps import Cell, run_cells
 from trtkv.checkpoint.find import resolve_model
 from trtkv.engine.predict import predict
 from trtkv.policies.registry import parse_policy
 from trtkv.presets import model_presets
 
 BY_CHUNK = "quantize.by_chunk=true"
-POLICIES = (("kivi4", (BY_CHUNK,)), ("fp8", (BY_CHUNK,)), ("lagkv", ()), ("kivi4", ()), ("full", ()))
+POLICIES = (("kivi4", (BY_CHUNK,)), ("fp8", (BY_CHUNK,)), ("lagkv", ()))
 GIB = 1 << 30
 
 
@@ -37,6 +39,7 @@ def main() -> None:
     parser.add_argument("--weights", default="int4", choices=[name for name, form in FORMATS.items() if form])
     parser.add_argument("--context", type=int, default=131072)
     parser.add_argument("--chunk", type=int, default=8192)
+    parser.add_argument("--device", default="cuda")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     if options.table:
@@ -44,18 +47,24 @@ def main() -> None:
         return
     form = FORMATS[options.weights]
     assert form is not None, "16-bit weights are not offered"
-    with tempfile.TemporaryDirectory() as folder:
+    # A process for every policy, so that none finds memory that another has reserved.
+    pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"), max_tasks_per_child=1)
+    with pool, tempfile.TemporaryDirectory() as folder:
         model = write_config(options.model, *form, Path(folder) / "model")
         for policy, sets in POLICIES:
             planned = predict(resolve_model(model).config, parse_policy(policy, sets=sets), options.context, 1, chunk_tokens=options.chunk)
-            given = ["--model", model, "--policy", policy, "--context", options.context, "--batch", 1, "--chunk", options.chunk, "--steps", 16]
-            words = [*map(str, given), *(word for item in sets for word in ("--set", item)), "--weights", "random", "--json"]
-            text = subprocess.run([sys.executable, "-m", "trtkv", "bench", "step", *words], check=True, stdout=subprocess.PIPE, text=True).stdout
-            (row,) = map(json.loads, text.splitlines())
+            cell = Cell(model, policy, None, sets, options.context, 1, "random", None, options.chunk, 16)
+            row = pool.submit(measured, cell, options.device).result()
             own = {name: planned[name] for name in ("peak_bytes", "scratch_bytes", "weight_bytes")}
             command = row["command"].replace(model, f"<{options.weights} of {options.model}>")
             with options.records.open("a") as file:
                 file.write(json.dumps({**row, "command": command, "model": options.model, "weights": options.weights, "planned": own}) + "\n")
+
+
+def measured(cell: Cell, device: str) -> dict[str, Any]:
+    """Return the record of a cell."""
+    (row,) = run_cells([cell], torch.device(device))
+    return row
 
 
 def table(rows: list[dict[str, Any]]) -> str:
