@@ -4,7 +4,7 @@
     python build_scripts/bench_open.py records.jsonl --layers 7 --host   # a quarter of its layers, uploaded to host memory: what a CPU shows
 
 A checkpoint of random codes is written in shards as it would be published, an engine is built from it, and processes open it. Every part is the
-time until the next one is reported: "weights" from the first read of the checkpoint to its last byte on the device.
+time until the next one is reported: "manifest" until the first bytes of weights are there, "weights" until the last, "kernels" until all is ready.
 """
 
 from __future__ import annotations
@@ -127,9 +127,9 @@ def timed(engine: Path, host: bool, profile: bool) -> dict[str, Any]:
     from trtkv.runtime.loading import Options, open_engine
 
     def mark(stage: str) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
         if stage != marks[-1][0]:
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
             marks.append((stage, time.perf_counter()))
 
     if not host:
