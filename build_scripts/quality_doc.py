@@ -86,7 +86,7 @@ def head(records: Records) -> str:
 Written by `build_scripts/quality_doc.py` from `engines/quality*.jsonl`, which have every preset, budget and sample; do not edit.
 SmolLM2-135M-Instruct (Q4_1 weights, widened by `trtkv pull`) in {full["dtype"]} on an {full["device"]}, torch executor; cells by commit:
 {counts} (MiniKV's when a complete run was encoded after its step's attention; today it is encoded
-before). One small model, few tasks: what a policy loses, no rank of the papers. Measure your own model with
+before). One small model, few tasks: measure your own with
 [`trtkv eval`](evaluating.md).
 
 - A budget is a share of the context, in tokens of each KV head. *bytes* are what a sequence stores at its fullest over what `full` stores.
