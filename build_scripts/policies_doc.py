@@ -105,7 +105,7 @@ Of {len(outcome) // 2} pairs {sum(counts.values())} join. {KERNELS} ({counts[KER
 on the reference cache in torch, on any device; {SAME} both fill the same role; a letter names the capability that one role needs and the other takes
 or no role gives. `full` joins with everything. Looked up for the heads of {MODEL}; `trtkv plan` says the same of any model and policy.
 
-{table(["", *(f"{number}" for number in range(1, len(groups) + 1))], rows)}
+{table(["", *(f"{number}" for number in range(1, len(groups) + 1))], rows, pad="")}
 
 {chr(10).join(notes)}"""
 
@@ -147,10 +147,10 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], pad: str = " ") -> str:
     """Write a Markdown table; bars inside cells are escaped."""
     lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join(f"|{pad}" + f"{pad}|{pad}".join(cell.replace("|", "\\|") for cell in line) + f"{pad}|" for line in lines)
 
 
 if __name__ == "__main__":

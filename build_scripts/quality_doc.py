@@ -71,7 +71,7 @@ def main() -> None:
 def page(records: Records, folder: Path) -> str:
     """Return the page; folder holds the records of `trtkv eval`."""
     own = (head, goals, reading, storing)
-    parts = [one(records) for one in own] + [one(folder) for one in (prefill, ruler, closeness, windows, chunks, weights)]
+    parts = [one(records) for one in own] + [one(folder) for one in (evicting, prefill, ruler, closeness, windows, chunks, weights)]
     parts.insert(1, recommended(records, folder))
     return "\n\n".join(parts) + "\n"
 
@@ -199,6 +199,32 @@ Bytes are at 25%, or a preset's only size. Passkey / needle:
 {answers(records, STORE_LESS)}
 
 ![Right answers against stored bytes, and against tokens read](quality-2048.png)"""
+
+
+def evicting(folder: Path) -> str:
+    """Write what scores by which tokens stay cost on the same prompts."""
+    merged: dict[tuple[str, int], Record] = {}
+    every = read_records(folder / "quality-evict.jsonl")
+    for row in every:
+        found = merged.setdefault((row["task"], row["sample"]), {**row, "answers": {}})
+        found["answers"] |= row["answers"]
+    most = max(len(row["answers"]) for row in merged.values())
+    rows = [row for row in merged.values() if len(row["answers"]) == most]
+    counts = " and ".join(f"{count} {task}" for task, count in Counter(row["task"] for row in rows).items())
+
+    def cell(name: str) -> str:
+        right = (fmean(row["answers"][name]["exact"] for row in rows if row["task"] == task) for task in TASKS)
+        loss = fmean(row["answers"][name]["nll"] - row["answers"]["full"]["nll"] for row in rows)
+        return "/".join(f"{share:.2f}" for share in right) + f", {loss:+.2f}"
+
+    names = dict.fromkeys(name.rpartition(" ")[0] for name in rows[0]["answers"] if name != "full" and "window" not in name)
+    lines = [[" ".join(f"`{one}`" for one in name.split()), *(cell(f"{name} {share}") for share in ("25%", "50%"))] for name in names]
+    return f"""## Scores by which tokens stay
+
+Passkey / needle, and the loss in nats an answer's token above `full`'s ({cell("full").partition(",")[0]}): {counts} prompts, the same for all,
+question unseen. {rows[0]["dtype"]} on a GPU, {commits(every)}, `build_scripts/quality_evict.py`.
+
+{table(["preset", "25%", "50%"], lines)}"""
 
 
 def prefill(folder: Path) -> str:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from kvpress import KeyDiffPress, KnormPress, LagKVPress, SnapKVPress, StreamingLLMPress, TOVAPress
+from kvpress import AdaKVPress, ExpectedAttentionPress, KeyDiffPress, KnormPress, LagKVPress, SnapKVPress, StreamingLLMPress, TOVAPress
 
 TOKENS, KV_HEADS, HEADS, DIM = 147, 2, 6, 16
 LAG, SINK = 16, 4
@@ -34,6 +34,32 @@ def kept(press: object, k: torch.Tensor, v: torch.Tensor, count: int, probs: tor
     press.compression_ratio = 1 - (count + 0.5) / len(k)  # int() of the product must not lose a token
     scores = press.score(module, torch.zeros(1, len(k), 1), keys, values, probs, {})
     return scores[0].topk(count, -1).indices.sort(-1).values.numpy().astype(np.int16)
+
+
+def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, count: int, epsilon: float) -> np.ndarray:
+    """Return the indices [Hk, count] that Expected Attention keeps, for queries [N, Hq, D] that are not rotated yet."""
+
+    def rotary(x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = (positions[..., None].float() * 10000.0 ** (-torch.arange(0, DIM, 2).float() / DIM)).repeat(1, 1, 2)
+        return angles.cos(), angles.sin()
+
+    config = SimpleNamespace(num_attention_heads=HEADS)
+    module = SimpleNamespace(config=config, head_dim=DIM, q_proj=lambda hidden: hidden, rotary_emb=rotary, layer_idx=0)
+    press = ExpectedAttentionPress(n_sink=SINK, epsilon=epsilon)
+    scores = press.score(module, q.flatten(1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], None, {})
+    return scores[0].topk(count, -1).indices.sort(-1).values.numpy().astype(np.int16)
+
+
+def by_head(k: torch.Tensor, v: torch.Tensor, count: int, probs: torch.Tensor) -> list[np.ndarray]:
+    """Return the indices that each head keeps where AdaKV shares out SnapKV's budget of so many tokens."""
+    config = SimpleNamespace(num_attention_heads=HEADS, _attn_implementation="sdpa")
+    module = SimpleNamespace(config=config, layer_idx=0)
+    press = AdaKVPress(SnapKVPress(compression_ratio=1 - (count + 0.5) / len(k), window_size=16, kernel_size=5))
+    press.compress(module, torch.zeros(1, len(k), 1), k.transpose(0, 1)[None], v.transpose(0, 1)[None], probs, {})
+    _, heads, tokens = module.masked_key_indices
+    stays = torch.ones(KV_HEADS, len(k), dtype=torch.bool)
+    stays[heads, tokens] = False
+    return [one.nonzero()[:, 0].numpy().astype(np.int16) for one in stays]
 
 
 def main(target: Path) -> None:
@@ -60,6 +86,10 @@ def main(target: Path) -> None:
         found[f"snapkv-{count}"] = kept(SnapKVPress(window_size=16, kernel_size=5), k, v, count, probs)
         found[f"tova-{count}"] = kept(TOVAPress(), k, v, count, probs)
         found[f"keydiff-{count}"] = kept(KeyDiffPress(), k, v, count)
+        for head, own in enumerate(by_head(k, v, count, probs)):
+            found[f"adakv-{count}-{head}"] = own
+        for percent in (0, 2):
+            found[f"expected_attention-{count}-{percent}"] = expected(q, k, v, count, percent / 100)
     with target.open("wb") as file:
         np.savez_compressed(file, **{name: x.numpy() for name, x in half.items()}, **found)
 

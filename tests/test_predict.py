@@ -38,9 +38,11 @@ HELD = tuple(name for name in PRESETS if parse_policy(name).evict or parse_polic
 
 
 def fixed_heads(policy: Policy) -> Policy:
-    """Name razor's heads, which would otherwise depend on the prompt."""
-    named = policy.allocate and "heads" in type(policy.allocate).model_fields
-    return policy.with_field("allocate.heads", "[[1, 0], [2, 1]]") if named else policy
+    """Name razor's heads and let AdaKV's be alike, which would otherwise depend on the prompt."""
+    fields = type(policy.allocate).model_fields if policy.allocate else {}
+    for name, value in (("heads", "[[1, 0], [2, 1]]"), ("safeguard", "1")):
+        policy = policy.with_field(f"allocate.{name}", value) if name in fields else policy
+    return policy
 
 
 @pytest.mark.parametrize("name", HELD)

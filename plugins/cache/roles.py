@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Literal, Protocol, TypeAlias
@@ -26,8 +27,8 @@ class AllocateRole(Protocol):
     def observe_window(self) -> int:
         """Newest queries (W) that the role reads."""
 
-    def measure(self, view: View) -> Tensor:
-        """Measure a layer at the end of the prompt: [Hk] fp32."""
+    def measure(self, view: View, evict: Any) -> Tensor:
+        """Measure a layer at the end of the prompt, for the evict role that is served: [Hk] fp32."""
 
 
 class EvictRole(Protocol):
@@ -189,15 +190,10 @@ def load_prefill(meaning: Meaning) -> PrefillRole:
 
 def load_role(meaning: Meaning) -> Any:
     """Return the role that a plan names, with its fields."""
-    return _load(meaning.role, tuple(sorted((key, _frozen(value)) for key, value in meaning.fields.items())))
-
-
-def _frozen(value: Any) -> Any:
-    """Return tuples for lists, however deep: pairs such as (layer, head) are lists within a list."""
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+    return _load(meaning.role, json.dumps(dict(meaning.fields), sort_keys=True))
 
 
 @lru_cache(maxsize=256)
-def _load(path: str, fields: tuple[tuple[str, Any], ...]) -> Any:
+def _load(path: str, fields: str) -> Any:
     module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)(**dict(fields))
+    return getattr(importlib.import_module(module), name)(**json.loads(fields))

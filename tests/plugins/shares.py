@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from trtkv.plan import CacheView
-from trtkv.policies.base import Allocate, Ask, Floats, Ints
+from trtkv.policies.base import Allocate, Ask, Evict, Floats, Ints
 
 
 class Shares(Allocate):
@@ -20,7 +20,7 @@ class Shares(Allocate):
     def measured(self) -> bool:
         return True
 
-    def measure(self, view: CacheView) -> Tensor:
+    def measure(self, view: CacheView, evict: Evict) -> Tensor:
         return view.keys.var(1).mean(1)
 
     def budgets(self, ask: Ask, measures: Floats | None) -> Ints:

@@ -18,7 +18,7 @@ from tests.tiny import Rig, TinyModel, make_rig
 from trtkv.config import Limits
 from trtkv.policies.schedule import trajectory
 
-COMPACTING = [name for name in PRESETS if small(name).evict and not small(name).quantize and name != "razor"]
+COMPACTING = [name for name in PRESETS if small(name).plan(MODEL).storage == "compacted"]
 STEPS = 60
 
 
@@ -60,7 +60,7 @@ def test_pages_keep_what_the_definition_keeps(name: str, chunk: int, tiny_llama:
             assert kept(paged, layer, slot) == kept(held, layer, slot)
 
 
-@pytest.mark.parametrize("name", ["lagkv", "localkv", "knorm", "h2o", "tova", "streaming", "raas", "pyramidkv"])
+@pytest.mark.parametrize("name", ["lagkv", "localkv", "knorm", "h2o", "tova", "streaming", "raas", "pyramidkv", "rkv"])
 def test_kernels_keep_what_the_definition_keeps(name: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     texts, policy = prompts(75, 61), small(name, 48)
@@ -80,6 +80,8 @@ def test_kernels_keep_what_the_definition_keeps(name: str, tiny_llama: TinyModel
     [
         ("lagkv", {"move_kernel", "spread_kernel", "choose_kernel"}),
         ("snapkv", {"move_kernel"}),
+        ("expected-attention", {"move_kernel"}),
+        ("rkv", {"move_kernel", "remember_kernel"}),
         ("h2o", {"move_kernel", "remember_kernel", "logits_kernel", "exchange_kernel", "sums_kernel", "column_sums"}),
         ("tova", {"move_kernel", "remember_kernel", "logits_kernel", "exchange_kernel"}),
         ("full", set()),

@@ -295,9 +295,9 @@ def test_what_allocate_roles_measure_comes_from_kernels(name: str, tiny_llama: T
         role, measured = rig.cache.compactor.ledger.allocate, []
         count = type(role).measure
 
-        def measure(self: object, view: CacheView, count=count, measured=measured, kernels=kernels) -> Tensor:
+        def measure(self: object, view: CacheView, evict: object, count=count, measured=measured, kernels=kernels) -> Tensor:
             assert (view.received(8) is not None) is kernels
-            measured.append(count(self, view))
+            measured.append(count(self, view, evict))
             return measured[-1]
 
         monkeypatch.setattr(type(role), "measure", measure)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from trtkv.plan import CacheView, Occupancy
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
 from trtkv.presets import policy_presets
+from trtkv.ranking import attention, span
 
 PRESETS = tuple(policy_presets())
 # Sizes of the papers are thousands of tokens; these keep every mechanism at work within two hundred.
@@ -48,3 +50,12 @@ def tensors(
     q, k, v = (torch.randn(tokens, heads, dim, generator=made) for heads in (q_heads, kv_heads, kv_heads))
     drift = torch.linspace(0, 6, tokens)[:, None, None] + torch.arange(dim)
     return q.to(dtype), (k + drift.sin()).to(dtype), v.to(dtype)
+
+
+def view_of(keys: Tensor, values: Tensor, queries: Tensor) -> CacheView:
+    """Show a role keys and values [N, Hk, D] of a prompt, and its newest queries [W, Hq, D], without copying."""
+    tokens, heads, dim = keys.shape
+    at = Occupancy(seen=tokens, lengths=(tokens,) * heads, new=tokens, phase="prefill", prompt=tokens)
+    k = keys.transpose(0, 1)
+    newest = attention(queries[-1:], k, dim**-0.5)[:, 0]
+    return CacheView(at, k, values.transpose(0, 1), span(0, tokens, k).expand(heads, -1), dim**-0.5, queries, newest=newest)

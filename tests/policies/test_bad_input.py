@@ -45,7 +45,7 @@ def test_ratios_outside_their_range(where: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "budget", "least"),
     [("fier", 32, 33), ("freekv", 287, 288), ("quest", 16, 17), ("arkvale", 127, 128), ("shadowkv", 423, 424), ("streaming", 5, 6)]
-    + [("snapkv", 32, 33), ("pyramidkv", 8, 9), ("tova", 1, 2), ("arkv", 32, 33), ("raas", 31, 32)],
+    + [("snapkv", 32, 33), ("pyramidkv", 8, 9), ("tova", 1, 2), ("arkv", 32, 33), ("raas", 31, 32), ("rkv", 8, 9)],
 )
 def test_budget_below_sink_window_and_page(name: str, budget: int, least: int) -> None:
     with pytest.raises(ConfigError, match=f"Give at least --budget {least}"):
@@ -75,6 +75,7 @@ def test_budget_must_be_positive(budget: int) -> None:
 def test_fields_that_contradict_each_other() -> None:
     for name, field, needle in [
         ("snapkv", "evict.kernel=4", "is even"),
+        ("rkv", "evict.kernel=4", "is even"),
         ("kivi", "quantize.residual=100", "not a multiple of the group"),
         ("kivi", "quantize.group=6", "whole bytes"),
         ("qhitter", "evict.recent=0.8", "above 1"),

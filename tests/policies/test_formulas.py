@@ -85,7 +85,8 @@ def simulate_measure(policy, q, k, v, prompt: int) -> float:
     """Return what the allocate role measures of this prompt."""
     seen = []
     role = policy.allocate
-    spy = type("Spy", (type(role),), {"measure": lambda self, view: seen.append(type(role).measure(self, view)) or seen[-1], "__module__": __name__})
+    measure = type(role).measure
+    spy = type("Spy", (type(role),), {"measure": lambda self, *given: seen.append(measure(self, *given)) or seen[-1], "__module__": __name__})
     simulate(policy.model_copy(update={"allocate": spy(**role.model_dump())}), q[:prompt], k[:prompt], v[:prompt], prefill=prompt)
     return float(seen[0][0])
 

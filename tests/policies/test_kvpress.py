@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,21 +10,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from trtkv.plan import CacheView, Occupancy
+from tests.policies.cases import view_of
+from trtkv.config import Rope
 from trtkv.policies.registry import role_class
-from trtkv.ranking import attention, span
 
 DATA = np.load(Path(__file__).parent / "data" / "kvpress.npz")
 Q, K, V = (torch.from_numpy(DATA[name]).float() for name in "qkv")
-RECORDED = [name for name in DATA.files if len(name) > 1]
+RECORDED = [name for name in DATA.files if len(name) > 1 and not name.startswith("adakv")]
 
 
-def view_of(keys: Tensor, values: Tensor, queries: Tensor) -> CacheView:
-    tokens, heads, dim = keys.shape
-    at = Occupancy(seen=tokens, lengths=(tokens,) * heads, new=tokens, phase="prefill", prompt=tokens)
-    k = keys.transpose(0, 1)
-    newest = attention(queries[-1:], k, dim**-0.5)[:, 0]
-    return CacheView(at, k, values.transpose(0, 1), span(0, tokens, k).expand(heads, -1), dim**-0.5, queries, newest=newest)
+def rotated(x: Tensor) -> Tensor:
+    """Rotate x [N, H, D] to positions 0, 1, ..."""
+    half = x.shape[-1] // 2
+    angles = torch.arange(len(x)).double()[:, None, None] * 10000.0 ** (-torch.arange(half).double() / half)
+    first, second = x.double().split(half, -1)
+    turned = [first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin()]
+    return torch.cat(turned, -1).float()
 
 
 @pytest.mark.parametrize("name", RECORDED)
@@ -38,6 +40,9 @@ def test_same_tokens_stay(name: str) -> None:
         role = role_class("evict", "lagkv")(lag=16, sink=0, ratio=int(second) / 16, score="norm")
         start = 4 + 16 * int(first)
         keys, values = K[start : start + 32], V[start : start + 32]
+    elif method == "expected_attention":
+        role = role_class("evict", method)(budget=int(first), epsilon=int(second) / 100, window=len(Q), rope=Rope())
+        queries = rotated(Q)
     else:
         own = {"snapkv": {"window": 16, "kernel": 5}}.get(method, {})
         role = role_class("evict", method)(budget=int(first), **own)
@@ -50,3 +55,14 @@ def test_same_tokens_stay(name: str) -> None:
     for mine, theirs in zip(kept, expected, strict=True):
         assert torch.equal(mine[mine < 16] if method == "knorm" else mine, theirs)
     assert len(expected) == len(kept) == 2
+
+
+@pytest.mark.parametrize("budget", [24, 60, 110])
+def test_heads_share_a_budget_as_with_adakv(budget: int) -> None:
+    evict, view = role_class("evict", "snapkv")(budget=budget, window=16, kernel=5), view_of(K, V, Q[-16:])
+    allocate = role_class("allocate", "adakv")()
+    tokens = evict.grants(allocate, 1, 2, len(K), allocate.measure(view, evict)[None]).tokens
+    kept = evict.keep(replace(view, at=replace(view.at, budget=tokens[0]))).kept
+    assert sum(map(len, kept)) == 2 * budget and len(kept[0]) != len(kept[1])
+    for head, mine in enumerate(kept):
+        assert torch.equal(mine, torch.from_numpy(DATA[f"adakv-{budget}-{head}"]).long())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,10 +12,13 @@ from hypothesis import strategies as st
 
 from plugins.select.in_torch import speculative_query
 from tests.examples import examples
-from tests.policies.cases import PRESETS, small, tensors
+from tests.policies.cases import PRESETS, small, tensors, view_of
+from tests.test_predict import MODEL
+from trtkv.config import Rope
 from trtkv.errors import ConfigError
 from trtkv.plan import CacheView, Occupancy
 from trtkv.policies.base import UNLIMITED
+from trtkv.policies.budgeted import Budgeted
 from trtkv.policies.registry import parse_policy, role_class
 from trtkv.ranking import attention, best, span
 from trtkv.simulation import simulate
@@ -173,6 +179,100 @@ def test_razor_gives_retrieval_heads_everything() -> None:
     assert [len(head) for head in done.kept[-1]] == [96, 200, 96, 96]
     evict = small("razor").evict
     assert sum(one == UNLIMITED for layer in evict.grants(small("razor").allocate, 10, 8, 999, torch.rand(10, 8)).tokens for one in layer) == 12
+
+
+def test_rkv_scores_are_importance_against_redundancy() -> None:
+    q, k, v = tensors(40, 4, 2)
+    view = view_of(k, v, q[-8:])
+    found = role_class("evict", "rkv")(budget=20, kernel=3).scores(view)
+    for head in range(2):
+        keys = k[:, head].double()
+        logits = torch.stack([q[32:, 2 * head + one].double() @ keys[:32].T / 4 for one in range(2)]).amax(0)
+        attended = torch.nn.functional.pad(logits.softmax(-1).mean(0), (1, 1))
+        unit = keys / keys.norm(dim=-1, keepdim=True)
+        alike = torch.zeros(40, dtype=torch.float64)
+        for one in range(40):
+            cosines = [0.0 if one == other else float(unit[one] @ unit[other]) for other in range(40)]
+            cosines[max([other for other in range(40) if cosines[other] > 0.5], default=0)] = 0.0
+            alike += torch.tensor(cosines, dtype=torch.float64) / 40
+        expected = [0.07 * float(attended[i : i + 3].max()) - 0.93 * float(alike.softmax(0)[i]) for i in range(32)]
+        torch.testing.assert_close(found[head, :32].double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["rkv", "expected_attention"])
+def test_scores_do_not_depend_on_the_parts_they_are_computed_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = tensors(60, 4, 2)
+    role, view = role_class("evict", name)(budget=20), view_of(k, v, q)
+    whole = role.scores(view)
+    monkeypatch.setattr(sys.modules[type(role).__module__], "MOST_ELEMENTS", 7 * 2 * 60)
+    torch.testing.assert_close(role.scores(view), whole)
+
+
+def test_rkv_evicts_in_intervals_and_drops_a_repeated_key() -> None:
+    q, k, v = tensors(160)
+    k[40:70] = k[40]
+    done = simulate(small("rkv", 64).with_field("evict.weight", "0"), q, k, v, prefill=100)
+    assert [len(step[0]) for step in done.kept] == [64 + step % 8 for step in range(61)]
+    assert all(int(torch.isin(torch.arange(40, 70), head).sum()) <= 1 for head in done.kept[0])
+
+
+def test_rkv_scores_a_short_head_as_if_it_were_alone() -> None:
+    q, k, v = tensors(40, 4, 2)
+    role, ragged = role_class("evict", "rkv")(budget=20), view_of(k, v, q[-8:])
+    positions = ragged.positions.clone()
+    positions[1, 30:], ragged.keys[1, 30:] = -1, 0.0
+    at = replace(ragged.at, lengths=(40, 30))
+    alone = role.scores(view_of(k[:30, 1:], v[:30, 1:], q[-8:, 2:]))
+    torch.testing.assert_close(role.scores(replace(ragged, at=at, positions=positions))[1, :22], alone[0, :22])
+
+
+def test_expected_attention_turns_queries_to_what_comes() -> None:
+    """Queries that are alike before they are rotated: the weight of a key is that of their mean rotation over the positions to come."""
+    rope, half = Rope(theta=100.0), 8
+    frequencies = 100.0 ** (-torch.arange(half).double() / half)
+
+    def turned(x: torch.Tensor, position: int) -> torch.Tensor:
+        cos, sin = (position * frequencies).cos(), (position * frequencies).sin()
+        return torch.cat([x[:half] * cos - x[half:] * sin, x[half:] * cos + x[:half] * sin])
+
+    _, k, v = tensors(40, 1, 1)
+    query = torch.randn(16, generator=torch.Generator().manual_seed(1)).double()
+    queries = torch.stack([turned(query, position) for position in range(30, 40)])[:, None].float()
+    role = role_class("evict", "expected_attention")(budget=20, future=5, rope=rope, epsilon=0.1)
+    coming = torch.stack([turned(query, position) for position in range(40, 45)]).mean(0)
+    weights = (k[4:, 0].double() @ coming / 4).softmax(0)
+    expected = (weights + 0.1) * v[4:, 0].double().norm(dim=-1)
+    torch.testing.assert_close(role.scores(view_of(k, v, queries))[0, 4:].double(), expected, rtol=1e-4, atol=1e-7)
+    assert not torch.equal(role.scores(view_of(k, v, queries[1:])), role.model_copy(update={"rope": None}).scores(view_of(k, v, queries[1:])))
+
+
+def test_expected_attention_learns_the_rotation_when_it_is_planned() -> None:
+    plan = parse_policy("expected-attention+kivi").plan(MODEL)
+    assert plan.evict.meaning == plan.roles["evict"]
+    assert plan.evict.meaning.fields["rope"] == MODEL.rope.model_dump(mode="json")
+    assert parse_policy("expected-attention").evict.rope is None
+
+
+def test_adakv_gives_more_to_heads_whose_tokens_score_higher() -> None:
+    _, k, v = tensors(40, 4, 4)
+
+    class Given(Budgeted):
+        sink: int = 2
+
+        def reserved(self, prompt: int) -> tuple[int, int]:
+            return self.sink, 3
+
+        def scores(self, view: CacheView) -> torch.Tensor:
+            return torch.arange(40.0) + 1000 * torch.tensor([0.0, 2.0, 1.0, 0.0])[:, None]
+
+    evict, view = Given(budget=15), view_of(k, v, k[-1:])
+    share = lambda safeguard, role=evict: role_class("allocate", "adakv")(safeguard=safeguard).measure(view, role)  # noqa: E731
+    assert (share(0.0) * 10).tolist() == [0, 35, 5, 0]  # of 35 tokens that are no sink or window
+    assert (share(0.6) * 10).tolist() == [4, 28, 4, 4]
+    assert share(1.0).tolist() == [1] * 4 == share(0.2, Given(budget=40)).tolist()
+    allocate = role_class("allocate", "adakv")(safeguard=0.0)
+    assert evict.grants(allocate, 1, 4, 40, share(0.0)[None]).tokens == ((5, 40, 10, 5),)
+    assert evict.grants(allocate, 2, 4, 40, torch.ones(2, 4)).tokens == ((15,) * 4,) * 2
 
 
 def test_qhitter_prefers_tokens_that_quantize_well() -> None:

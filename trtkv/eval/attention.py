@@ -111,8 +111,8 @@ def record(full: LLM, text: Given) -> Recorded:
 def replay(policy: Policy, seen: Recorded) -> list[Simulation]:
     """Run a policy over every layer of a recording; what an allocate role measures is taken from all layers first."""
     measures = None
-    if policy.allocate and policy.allocate.measured:
-        measures = torch.stack([policy.allocate.measure(_view(seen, layer)).float() for layer in range(len(seen.layers))])
+    if policy.allocate and policy.evict and policy.allocate.measured:
+        measures = torch.stack([policy.allocate.measure(_view(seen, layer), policy.evict).float() for layer in range(len(seen.layers))])
     num_layers = len(seen.layers)
     return [
         simulate(policy, q, k, v, layer=layer, prefill=seen.prompt, num_layers=num_layers, measures=measures, top=TOP)

@@ -11,7 +11,7 @@ what `Quantize.flush` allows. Everything that decides about lengths is a functio
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,7 @@ CAPABILITIES: dict[str, tuple[bool, str]] = {
     "settled_prefix": (True, "leading tokens that are never evicted"),
     "precision_classes": (False, "an evict role that says which kept tokens are encoded"),
     "pages_chosen": (False, "a retrieve role that reads whole pages"),
+    "token_scores": (False, "an evict role that scores every stored token"),
     "free_tokens": (False, "an evict role with a budget to distribute"),
     "precise_share": (False, "an allocate role that says how many tokens stay in full precision"),
 }
@@ -68,6 +69,10 @@ class Role(BaseModel):
     def joins_heads(self) -> bool:
         """Whether what one KV head keeps or reads depends on others: such a role cannot be shared out over GPUs."""
         return False
+
+    def fitted(self, model: ModelConfig) -> Self:
+        """Return the role with what it needs to know of the model, as the model's plan carries it."""
+        return self
 
     def meaning(self) -> Meaning:
         """Name this role by import path and fields, as a plan carries it."""
@@ -126,8 +131,8 @@ class Allocate(Role):
         """Where heads are measured against each other."""
         return self.measured
 
-    def measure(self, view: CacheView) -> Tensor:
-        """Measure a layer at the end of the prompt: [Hk] fp32."""
+    def measure(self, view: CacheView, evict: Evict) -> Tensor:
+        """Measure a layer at the end of the prompt, for the evict role that is served: [Hk] fp32."""
         raise NotImplementedError
 
     def budgets(self, ask: Ask, measures: Floats | None) -> Ints:

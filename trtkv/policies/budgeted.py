@@ -19,7 +19,7 @@ class Ranked(Evict):
     prompt_only roles evict once, at the end of the prompt, and keep every generated token.
     """
 
-    gives: ClassVar[frozenset[str]] = frozenset({"free_tokens"})
+    gives: ClassVar[frozenset[str]] = frozenset({"free_tokens", "token_scores"})
     takes: ClassVar[frozenset[str]] = frozenset({"settled_prefix", "stable_groups"})
 
     @property

@@ -51,6 +51,8 @@ def _type(schema: dict[str, Any]) -> str:
     """Say in words what a JSON schema allows."""
     if "anyOf" in schema:
         return " or ".join(map(_type, schema["anyOf"]))
+    if "$ref" in schema:
+        return f"fields of {schema['$ref'].rpartition('/')[2]}"
     if "enum" in schema:
         return ", ".join(map(str, schema["enum"]))
     if schema.get("type") == "array":

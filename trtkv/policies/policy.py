@@ -125,7 +125,11 @@ class Policy(BaseModel):
     def plan(self, model: ModelConfig) -> CachePlan:
         """Lower the policy for a model; raises ConfigError or PolicyConflict when it cannot work."""
         self.check()
-        whole, model = model, self._governed(model)
+        governed = self._governed(model)
+        return self.model_copy(update={kind: role.fitted(governed) for kind, role in self.roles.items()})._lowered(governed, model)
+
+    def _lowered(self, model: ModelConfig, whole: ModelConfig) -> CachePlan:
+        """Lower roles that are fitted to the layers that the policy acts on, those of the whole model included."""
         every = tuple(range(model.num_layers))
         retrieve, quantize = self.retrieve, self.quantize
         page_size = lcm(_least_page(retrieve, quantize), retrieve.summary_group if retrieve else 1, quantize.key_group if quantize else 1)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from plugins.nodes import LOCAL_ROPE
 from trtkv.config import ModelConfig, Rope
+from trtkv.rope import rope_frequencies
 
 
 def rope_table(rope: Rope, head_dim: int, max_seq_len: int) -> Tensor:
     """Return cosines, then sines of every position's D / 2 angles: [max_seq_len, D] fp32, with the attention factor of yarn folded in."""
-    frequencies, factor = _frequencies(rope, head_dim)
+    frequencies, factor = rope_frequencies(rope, head_dim)
     angles = torch.arange(max_seq_len, dtype=torch.float32)[:, None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], 1) * factor
 
@@ -24,50 +23,3 @@ def rope_tables(model: ModelConfig, max_seq_len: int) -> dict[str, Tensor]:
     if model.sliding and model.sliding.rope:
         found[LOCAL_ROPE] = rope_table(model.sliding.rope, model.head_dim, max_seq_len)
     return found
-
-
-def _frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
-    plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
-    if rope.kind == "linear":
-        return plain / rope.factor, 1.0
-    if rope.kind == "llama3":
-        return _llama3(rope, plain), 1.0
-    if rope.kind == "yarn":
-        return _yarn(rope, plain, head_dim)
-    return plain, 1.0
-
-
-def _llama3(rope: Rope, plain: Tensor) -> Tensor:
-    """Llama 3.1: slow frequencies are divided by the factor, fast ones unchanged, those between interpolated."""
-    assert rope.original_max_positions is not None
-    turns = rope.original_max_positions * plain / (2 * math.pi)
-    blend = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
-    return (1 - blend) * plain / rope.factor + blend * plain
-
-
-def _yarn(rope: Rope, plain: Tensor, head_dim: int) -> tuple[Tensor, float]:
-    """YaRN (arXiv 2309.00071, section 3): interpolate the dimensions that turn less than beta_slow times, keep those above beta_fast."""
-    assert rope.original_max_positions is not None
-    positions = rope.original_max_positions
-
-    def dimension(turns: float) -> float:
-        return head_dim * math.log(positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
-
-    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
-    if rope.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
-    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
-    frequencies = plain / rope.factor * ramp + plain * (1 - ramp)
-    return frequencies, _attention_factor(rope)
-
-
-def _attention_factor(rope: Rope) -> float:
-    def scale(weight: float) -> float:
-        return 0.1 * weight * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
-
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-    if rope.mscale and rope.mscale_all_dim:
-        return scale(rope.mscale) / scale(rope.mscale_all_dim)
-    return scale(1.0)

@@ -134,7 +134,7 @@ class LayerCache:
         allocate = self.roles.allocate
         if not (allocate and allocate.measured and self.seen == self.prompt):
             return None
-        measured: Tensor = allocate.measure(self._view()).float()
+        measured: Tensor = allocate.measure(self._view(), self.roles.evict).float()
         return measured
 
     def finish(self, measures: Tensor | None = None) -> None:

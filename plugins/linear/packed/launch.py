@@ -11,19 +11,20 @@ import torch
 from torch import Tensor
 
 from plugins.device import kernel
-from plugins.device.driver import CACHING_PERCENT, arch
+from plugins.device.driver import CACHING_PERCENT, arch, multiprocessors
 from plugins.device.kernel import CudaKernel
 from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Int, Pointer, Spec
 
 MOST_TOKENS = 16
+TILE = 16  # rows
 PACKED = CudaKernel(Path(__file__).parent / "packed.cu", "packed", (Pointer,) * 6 + (Int,) * 3)
 _CONVERT = Path(__file__).parent / "convert.cu"
 WIDEN = CudaKernel(_CONVERT, "widen", (Pointer,) * 4 + (Int, Int))
 NARROW = CudaKernel(_CONVERT, "narrow", (Pointer,) * 3 + (Int,))
 CONVERT_THREADS = 256
 NARROW_CAPABILITY = 89
-FEW = 4224  # results of a token of which there are at most two blocks for each of 132 multiprocessors
+FEW = 4224  # results of a token, of which there are at most two tiles for each of 132 multiprocessors
 _SCALES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -56,16 +57,16 @@ class Shape:
     def taken(self) -> bool:
         """Whether the kernel is written for the matrix: a lane's weights share a scale, and so do a chunk's where groups are longer."""
         fits = self.group % (4 * self.lane) == 0 if self.group >= 4 * self.lane else self.group % self.lane == 0
-        return fits and self.inner % self.lane == 0 and self.scales in _SCALES and self.rows * self.inner < 2**41
+        return fits and self.width >= TILE and self.inner % self.lane == 0 and self.scales in _SCALES and self.rows * self.inner < 2**41
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a product is cut: tiles of sixteen rows of a warp, warps of a block, and chunks of a warp on their way."""
+    """How a product is cut: warps of a block, chunks of a warp on their way, and blocks of a multiprocessor."""
 
-    tiles: int
     warps: int
     depth: int
+    blocks: int
 
 
 def takes(x: Tensor, shape: Shape) -> bool:
@@ -76,9 +77,12 @@ def takes(x: Tensor, shape: Shape) -> bool:
 @cache
 def form_of(shape: Shape, columns: int) -> Form:
     """Choose the form for a matrix and tokens in eights, as measured on an H100."""
+    few, pair = shape.width <= FEW, shape.gated
     if columns > 1:
-        return Form(1, 8 if shape.width <= FEW else 4, 2)
-    return Form(1, 16 if shape.width <= FEW else 8, 2 if shape.fp8 and not shape.gated else 1)
+        return Form(4, 2, 3) if pair else Form(8, 2, 2) if few else Form(8, 2 if shape.fp8 else 1, 3)
+    if shape.fp8:
+        return Form(16, 2, 2) if few and not pair else Form(8, 2, 3)
+    return Form(4, 1, 5) if pair else Form(14, 1, 2) if few else Form(8, 2, 3)
 
 
 def multiply(x: Tensor, matrix: Matrix, bias: Tensor | None, out: Tensor, shape: Shape, *, form: Form | None = None) -> None:
@@ -92,8 +96,8 @@ def multiply(x: Tensor, matrix: Matrix, bias: Tensor | None, out: Tensor, shape:
     form = form or form_of(shape, columns)
     spec = packed_kernel(shape, form, columns, x.dtype == torch.bfloat16, arch())
     values = (x, codes, scales, zeros, bias, out, len(x), shape.width, shape.inner)
-    grid = (-(-shape.width // (16 * form.tiles)), 1, 1)
-    kernel.launch(spec, grid, values, threads=32 * form.warps, overlap=True)
+    blocks = _even(-(-shape.width // TILE), form.blocks * (multiprocessors(x.device) if x.is_cuda else 1))
+    kernel.launch(spec, (blocks, 1, 1), values, threads=32 * form.warps, overlap=True)
 
 
 def widen(matrix: Matrix, out: Tensor, shape: Shape) -> None:
@@ -112,10 +116,11 @@ def narrow(x: Tensor, codes: Tensor, scales: Tensor) -> None:
 
 def packed_kernel(shape: Shape, form: Form, columns: int, bf16: bool, arch: str) -> CudaSpec:
     """Return the kernel of a matrix for up to eight tokens a column."""
-    sizes = {"COLUMNS": columns, "TILES": form.tiles, "WARPS": form.warps, "DEPTH": form.depth, "BITS": 8 if shape.fp8 else 4, "GROUP": shape.group}
-    kinds = {"ZEROS": int(shape.zeros), "SCALE": _SCALES[shape.scales], "GATED": int(shape.gated)}
+    cut = {"COLUMNS": columns, "WARPS": form.warps, "DEPTH": form.depth, "BLOCKS": form.blocks}
+    codes = {"BITS": 8 if shape.fp8 else 4, "GROUP": shape.group, "ZEROS": int(shape.zeros), "SCALE": _SCALES[shape.scales]}
+    kinds = {"GATED": int(shape.gated), "TAIL": int(shape.inner % (4 * shape.lane) > 0)}
     # Blocks read the same tokens, from the first-level cache.
-    return PACKED.variant(arch, percent=CACHING_PERCENT, **sizes, **kinds, BF16=bf16)
+    return PACKED.variant(arch, percent=CACHING_PERCENT, **cut, **codes, **kinds, BF16=bf16)
 
 
 def widen_kernel(shape: Shape, bf16: bool, arch: str) -> CudaSpec:
@@ -142,6 +147,11 @@ def kernels(shape: Shape, dtype: torch.dtype, most_tokens: int, arch: str) -> It
 def narrows(shape: Shape, dtype: torch.dtype, arch: int) -> bool:
     """Say whether a library multiplies the matrix by tokens that are encoded like it; torch's products with scales of rows make bfloat16."""
     return shape.fp8 and shape.group == 0 and dtype == torch.bfloat16 and arch >= NARROW_CAPABILITY and shape.inner % 16 == shape.rows % 16 == 0
+
+
+def _even(tiles: int, most: int) -> int:
+    """Return at most so many blocks that each have as many tiles, or one fewer."""
+    return -(-tiles // -(-tiles // most))
 
 
 def _columns(tokens: int) -> int:

@@ -1,23 +1,22 @@
 // Products of up to sixteen tokens with a matrix of codes, y = x W^T + b: codes are read once, as they are stored, and become operands in registers.
 //
-// Built with -DCOLUMNS (tokens in eights), -DTILES (tiles of sixteen matrix rows of a warp), -DWARPS (of a block: they share the inputs of its rows),
-// -DDEPTH (chunks on their way), -DBITS (4, or 8 for e4m3), -DGROUP (weights that share a scale, 0: a row), -DZEROS (groups have
-// zero points; without, that of four bits is 8), -DSCALE (0: fp32, 1: fp16, 2: bf16), -DGATED (row n and row n + N are gate and up: silu(gate) * up)
-// and, for bfloat16, -DBF16.
+// Built with -DCOLUMNS (tokens in eights), -DWARPS (of a block: they share the inputs of its sixteen matrix rows), -DDEPTH (chunks of a warp on their
+// way), -DBLOCKS (of a multiprocessor, at least: fewer registers would spill, more leave the memory idle), -DBITS (4, or 8 for e4m3), -DGROUP
+// (weights that share a scale, 0: a row), -DZEROS (groups have zero points; without, that of four bits is 8), -DSCALE (0: fp32, 1: fp16, 2: bf16),
+// -DGATED (row n and row n + N are gate and up: silu(gate) * up), -DTAIL (k ends within a chunk) and, for bfloat16, -DBF16.
 //
 // A lane reads 16 bytes of a row at once and multiplies them by the inputs of the same weights: which of a chunk's inputs are whose in an instruction
-// does not matter. What it reads first, nobody writes: it is on its way before the kernel before has ended.
+// does not matter. What it reads first, nobody writes: it is on its way before the kernel before has ended. Columns without a token repeat the last one.
 #include "mma.cuh"
 #include "scales.cuh"
 
 #define THREADS (WARPS * 32)
-#define WEIGHTS (128 / BITS)                 // of a lane and row, in 16 bytes
-#define CHUNK (4 * WEIGHTS)                  // inputs of a warp at once
-#define PARTS (TILES * (GATED ? 2 : 1))      // tiles, with those that are gated
-#define ROWS (16 * TILES)                    // results of a block for a token
+#define WEIGHTS (128 / BITS)        // of a lane and row, in 16 bytes
+#define CHUNK (4 * WEIGHTS)         // inputs of a warp at once
+#define PARTS (GATED ? 2 : 1)       // tiles of sixteen rows
+#define ROWS 16                     // results of a block for a token
+#define SUMS (PARTS * ROWS)         // of a block for a token
 #define TOKENS (8 * COLUMNS)
-// Blocks of a multiprocessor, at least: fewer registers would spill, more leave the memory idle.
-#define BLOCKS ((PARTS * COLUMNS == 1 ? (WARPS > 8 ? 1024 : 768) : PARTS * COLUMNS == 2 ? (BITS == 8 ? 768 : 512) : 1) / THREADS)
 #define LANE_SCALES (GROUP && GROUP < CHUNK) // else a chunk has one scale a row
 #define CHUNK_SCALES (GROUP && !LANE_SCALES)
 #define FLOATING (BITS == 8)
@@ -67,152 +66,169 @@ struct Shared {
   float scale[2], zero[2];
 };
 
-// x [tokens, k], codes [n, k] (GATED: [2 n, k]), scales and zeros [rows, groups], bias [n] or null, out [tokens, n]. k is a multiple of WEIGHTS, all but
-// zeros is aligned to 16 bytes.
+// x [tokens, k], codes [n, k] (GATED: [2 n, k]), scales and zeros [rows, groups], bias [n] or null, out [tokens, n]. n is 16 at least, k a
+// multiple of WEIGHTS, all but zeros is aligned to 16 bytes. A block takes every gridDim.x-th tile, and reads ahead of what it adds up.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed(const real* x, const unsigned char* codes, const scale_type* scales,
     const unsigned char* zeros, const real* bias, real* out, int tokens, int n, int k) {
-  __shared__ float partial[WARPS][TOKENS][16 * PARTS + 1];
+  __shared__ float partial[WARPS][TOKENS][SUMS + 1];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, gid = lane >> 2, tig = lane & 3;
-  const int first = blockIdx.x * ROWS, chunks = (k + CHUNK - 1) / CHUNK, groups = GROUP ? (k + GROUP - 1) / GROUP : 1;
+  const int tiles = (n + ROWS - 1) / ROWS, chunks = (k + CHUNK - 1) / CHUNK, groups = GROUP ? (k + GROUP - 1) / GROUP : 1;
   const u32 magic = MAGIC | (u32)tokens >> 31;
   start_next();
-  const unsigned char* codes_of[PARTS][2];
-  int group_of[PARTS][2]; // the first group of the row
-  const real* inputs_of[COLUMNS];
-#pragma unroll
-  for (int c = 0; c < COLUMNS; c++) inputs_of[c] = x + (long long)(c * 8 + gid) * k + tig * WEIGHTS;
-#pragma unroll
-  for (int p = 0; p < PARTS; p++)
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      const int row = min(first + p % TILES * 16 + gid + 8 * h, n - 1) + p / TILES * n;
-      codes_of[p][h] = codes + (long long)row * (k / (8 / BITS)) + tig * 16;
-      group_of[p][h] = row * groups;
-    }
+  const unsigned char* codes_of[PARTS][2]; // of the chunks that the loop is at
+  const scale_type* scales_of[PARTS][2];
+  const unsigned char* zeros_of[PARTS][2];
   uint4 coded[DEPTH][PARTS][2];
-  auto fetch = [&](int d, int chunk) {
-    const bool there = chunk * CHUNK + tig * WEIGHTS < k;
-#pragma unroll
-    for (int p = 0; p < PARTS; p++)
-#pragma unroll
-      for (int h = 0; h < 2; h++) coded[d][p][h] = there ? load_once(codes_of[p][h] + chunk * 64) : make_uint4(0, 0, 0, 0);
-  };
-  auto read_shared = [&](Shared (&found)[PARTS], int chunk) {
-    const int input = LANE_SCALES ? chunk * CHUNK + tig * WEIGHTS : chunk * CHUNK;
-    const int group = GROUP ? min(input / max(GROUP, 1), groups - 1) : 0;
+  auto there = [&](int chunk) { return TAIL ? chunk * CHUNK + tig * WEIGHTS < k : chunk < chunks; };
+  auto fetch = [&](int d, int base, int step) { // of chunk base + step
+    const bool has = there(base + step);
 #pragma unroll
     for (int p = 0; p < PARTS; p++)
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        const int at = group_of[p][h] + group;
-        found[p].scale[h] = GROUP ? scale_of(scales[at]) : 1.f;
-        found[p].zero[h] = FLOATING ? 0.f : MAGIC_VALUE + (ZEROS ? (float)zeros[at] : 8.f);
+        if (has) coded[d][p][h] = load_once(codes_of[p][h] + step * 64);
+        else if (TAIL) coded[d][p][h] = make_uint4(0, 0, 0, 0);
       }
   };
-  auto read_inputs = [&](uint4 (&found)[COLUMNS][WEIGHTS / 8], int chunk) {
+  auto read_shared = [&](Shared (&found)[PARTS], int chunk) {
+    if (chunk >= chunks) return;
+    const int group = LANE_SCALES ? min((chunk * CHUNK + tig * WEIGHTS) / max(GROUP, 1), groups - 1) : GROUP ? chunk / max(GROUP / CHUNK, 1) : 0;
 #pragma unroll
-    for (int c = 0; c < COLUMNS; c++) {
-      const bool there = c * 8 + gid < tokens && chunk * CHUNK + tig * WEIGHTS < k;
-      const uint4* from = reinterpret_cast<const uint4*>(inputs_of[c] + chunk * CHUNK);
+    for (int p = 0; p < PARTS; p++)
 #pragma unroll
-      for (int i = 0; i < WEIGHTS / 8; i++) found[c][i] = there ? from[i] : make_uint4(0, 0, 0, 0);
-    }
+      for (int h = 0; h < 2; h++) {
+        found[p].scale[h] = GROUP ? scale_of(scales_of[p][h][group]) : 1.f;
+        found[p].zero[h] = FLOATING ? 0.f : MAGIC_VALUE + (ZEROS ? (float)zeros_of[p][h][group] : 8.f);
+      }
   };
+  Shared next[PARTS] = {};
+  auto first_of = [&](int tile) { return min(tile * ROWS, n - ROWS); }; // the last tile overlaps the one before it
+  auto begin = [&](int tile) {
 #pragma unroll
-  for (int d = 0; d < DEPTH; d++) fetch(d, warp + d * WARPS);
-  Shared next[PARTS];
-  read_shared(next, warp);
+    for (int p = 0; p < PARTS; p++)
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const long long row = first_of(tile) + gid + 8 * h + p * n;
+        codes_of[p][h] = codes + row * (k / (8 / BITS)) + warp * 64 + tig * 16;
+        scales_of[p][h] = scales + row * groups, zeros_of[p][h] = zeros + row * groups;
+      }
+#pragma unroll
+    for (int d = 0; d < DEPTH; d++) fetch(d, warp, d * WARPS);
+    read_shared(next, warp);
+  };
+  begin(blockIdx.x);
   wait_for_input();
-  uint4 coming[COLUMNS][WEIGHTS / 8]; // of the next chunk, where registers allow it
-  if (FLOATING) read_inputs(coming, warp);
-  float sum[PARTS][COLUMNS][4] = {};
-  for (int base = warp; base < chunks; base += DEPTH * WARPS)
-#pragma unroll
-  for (int d = 0; d < DEPTH; d++) {
-    const int chunk = base + d * WARPS;
-    if (chunk >= chunks) break;
-    uint4 given[COLUMNS][WEIGHTS / 8];
-    Shared now[PARTS];
-    if (!FLOATING) read_inputs(given, chunk);
-#pragma unroll
-    for (int c = 0; FLOATING && c < COLUMNS; c++)
-#pragma unroll
-      for (int i = 0; i < WEIGHTS / 8; i++) given[c][i] = coming[c][i];
-#pragma unroll
-    for (int p = 0; p < PARTS; p++) now[p] = next[p];
-    if (FLOATING) read_inputs(coming, chunk + WARPS);
-    if (GROUP) read_shared(next, chunk + WARPS);
-    float own[PARTS][COLUMNS][4] = {}, inputs[COLUMNS][4] = {}; // products of this chunk, and its inputs' sums
-    auto& into = CHUNK_SCALES || CENTRED ? own : sum;
-#pragma unroll
-    for (int w = 0; w < 4; w++) { // a word of every row
-#pragma unroll
-      for (int j = 0; j < (FLOATING ? 1 : 2); j++) { // a product
-        u32 b[COLUMNS][2];
-#pragma unroll
-        for (int c = 0; c < COLUMNS; c++) {
-          const uint4 eight = given[c][FLOATING ? w / 2 : w];
-          const u32 low = FLOATING ? (w % 2 ? eight.z : eight.x) : j ? eight.y : eight.x;
-          const u32 high = FLOATING ? (w % 2 ? eight.w : eight.y) : j ? eight.w : eight.z;
-          b[c][0] = __byte_perm(low, high, 0x5410), b[c][1] = __byte_perm(low, high, 0x7632);
-          if (CENTRED) mma(inputs[c], ONE, ONE, ONE, ONE, b[c][0], b[c][1]);
-        }
-#pragma unroll
-        for (int p = 0; p < PARTS; p++) {
-          u32 a[2][2];
-#pragma unroll
-          for (int h = 0; h < 2; h++) {
-            const uint4 v = coded[d][p][h];
-            const u32 word = w == 0 ? v.x : w == 1 ? v.y : w == 2 ? v.z : v.w;
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-              a[h][i] = numbers(word, 2 * j + i, magic);
-              if (!LANE_SCALES) continue;
-              if (!FLOATING) a[h][i] = fma_pair(a[h][i], ONE, pack_real(-now[p].zero[h], -now[p].zero[h]));
-              a[h][i] = fma_pair(a[h][i], pack_real(now[p].scale[h], now[p].scale[h]), 0x80008000u);
-            }
-          }
-#pragma unroll
-          for (int c = 0; c < COLUMNS; c++) mma(into[p][c], a[0][0], a[1][0], a[0][1], a[1][1], b[c][0], b[c][1]);
-        }
-      }
-    }
-#pragma unroll
-    for (int p = 0; (CHUNK_SCALES || CENTRED) && p < PARTS; p++)
-#pragma unroll
-      for (int c = 0; c < COLUMNS; c++)
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const float made = CENTRED ? fmaf(-now[p].zero[i / 2], inputs[c][i], own[p][c][i]) : own[p][c][i];
-          sum[p][c][i] = fmaf(made, now[p].scale[i / 2], sum[p][c][i]);
-        }
-    fetch(d, chunk + DEPTH * WARPS);
-  }
-#pragma unroll
-  for (int p = 0; p < PARTS; p++)
+  const real* inputs_of[COLUMNS];
+  auto read_inputs = [&](uint4 (&found)[COLUMNS][WEIGHTS / 8], int base, int step) {
+    const bool has = there(base + step);
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) partial[warp][c * 8 + tig * 2 + i % 2][p * 16 + gid + i / 2 * 8] = sum[p][c][i];
-  __syncthreads();
-  for (int i = threadIdx.x; i < ROWS * tokens; i += THREADS) {
-    const int token = i / ROWS, own = i % ROWS, row = first + own;
-    if (row >= n) continue;
-    float found[2] = {0.f, 0.f};
+      for (int i = 0; i < WEIGHTS / 8; i++) {
+        if (has) found[c][i] = reinterpret_cast<const uint4*>(inputs_of[c] + step * CHUNK)[i];
+        else if (TAIL) found[c][i] = make_uint4(0, 0, 0, 0);
+      }
+  };
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
 #pragma unroll
-    for (int kind = 0; kind < (GATED ? 2 : 1); kind++) {
+    for (int c = 0; c < COLUMNS; c++) inputs_of[c] = x + (long long)min(c * 8 + gid, tokens - 1) * k + warp * CHUNK + tig * WEIGHTS;
+    uint4 coming[COLUMNS][WEIGHTS / 8]; // of the next chunk, where registers allow it
+    if (FLOATING) read_inputs(coming, warp, 0);
+    float sum[PARTS][COLUMNS][4] = {};
+    for (int base = warp; base < chunks; base += DEPTH * WARPS) {
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) found[kind] += partial[w][token][kind * ROWS + own];
-      if (!GROUP) found[kind] *= scale_of(scales[row + kind * n]);
+      for (int d = 0; d < DEPTH; d++) {
+        const int chunk = base + d * WARPS;
+        if (chunk >= chunks) break;
+        uint4 given[COLUMNS][WEIGHTS / 8];
+        Shared now[PARTS];
+        if (!FLOATING) read_inputs(given, base, d * WARPS);
+#pragma unroll
+        for (int c = 0; FLOATING && c < COLUMNS; c++)
+#pragma unroll
+          for (int i = 0; i < WEIGHTS / 8; i++) given[c][i] = coming[c][i];
+#pragma unroll
+        for (int p = 0; p < PARTS; p++) now[p] = next[p];
+        if (FLOATING) read_inputs(coming, base, (d + 1) * WARPS);
+        if (GROUP) read_shared(next, chunk + WARPS);
+        float own[PARTS][COLUMNS][4] = {}, inputs[COLUMNS][4] = {}; // products of this chunk, and its inputs' sums
+        auto& into = CHUNK_SCALES || CENTRED ? own : sum;
+#pragma unroll
+        for (int w = 0; w < 4; w++) { // a word of every row
+#pragma unroll
+          for (int j = 0; j < (FLOATING ? 1 : 2); j++) { // a product
+            u32 b[COLUMNS][2];
+#pragma unroll
+            for (int c = 0; c < COLUMNS; c++) {
+              const uint4 eight = given[c][FLOATING ? w / 2 : w];
+              const u32 low = FLOATING ? (w % 2 ? eight.z : eight.x) : j ? eight.y : eight.x;
+              const u32 high = FLOATING ? (w % 2 ? eight.w : eight.y) : j ? eight.w : eight.z;
+              b[c][0] = __byte_perm(low, high, 0x5410), b[c][1] = __byte_perm(low, high, 0x7632);
+              if (CENTRED) mma(inputs[c], ONE, ONE, ONE, ONE, b[c][0], b[c][1]);
+            }
+#pragma unroll
+            for (int p = 0; p < PARTS; p++) {
+              u32 a[2][2];
+#pragma unroll
+              for (int h = 0; h < 2; h++) {
+                const uint4 v = coded[d][p][h];
+                const u32 word = w == 0 ? v.x : w == 1 ? v.y : w == 2 ? v.z : v.w;
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                  a[h][i] = numbers(word, 2 * j + i, magic);
+                  if (!LANE_SCALES) continue;
+                  if (!FLOATING) a[h][i] = fma_pair(a[h][i], ONE, pack_real(-now[p].zero[h], -now[p].zero[h]));
+                  a[h][i] = fma_pair(a[h][i], pack_real(now[p].scale[h], now[p].scale[h]), 0x80008000u);
+                }
+              }
+#pragma unroll
+              for (int c = 0; c < COLUMNS; c++) mma(into[p][c], a[0][0], a[1][0], a[0][1], a[1][1], b[c][0], b[c][1]);
+            }
+          }
+        }
+#pragma unroll
+        for (int p = 0; (CHUNK_SCALES || CENTRED) && p < PARTS; p++)
+#pragma unroll
+          for (int c = 0; c < COLUMNS; c++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+              const float made = CENTRED ? fmaf(-now[p].zero[i / 2], inputs[c][i], own[p][c][i]) : own[p][c][i];
+              sum[p][c][i] = fmaf(made, now[p].scale[i / 2], sum[p][c][i]);
+            }
+        fetch(d, base, (d + DEPTH) * WARPS);
+      }
+#pragma unroll
+      for (int c = 0; c < COLUMNS; c++) inputs_of[c] += DEPTH * WARPS * CHUNK;
+#pragma unroll
+      for (int p = 0; p < PARTS; p++) codes_of[p][0] += DEPTH * WARPS * 64, codes_of[p][1] += DEPTH * WARPS * 64;
+    }
+#pragma unroll
+    for (int p = 0; p < PARTS; p++)
+#pragma unroll
+      for (int c = 0; c < COLUMNS; c++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) partial[warp][c * 8 + tig * 2 + i % 2][p * ROWS + gid + i / 2 * 8] = sum[p][c][i];
+    if (tile + gridDim.x < tiles) begin(tile + gridDim.x);
+    __syncthreads();
+    for (int i = threadIdx.x; i < ROWS * tokens; i += THREADS) {
+      const int token = i / ROWS, own = i % ROWS, row = first_of(tile) + own;
+      float found[2] = {0.f, 0.f};
+#pragma unroll
+      for (int p = 0; p < PARTS; p++) {
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) found[p] += partial[w][token][p * ROWS + own];
+        if (!GROUP) found[p] *= scale_of(scales[row + p * n]);
 #if FLOATING && !defined(BF16)
-      found[kind] *= 256.f;
+        found[p] *= 256.f;
 #endif
+      }
+      float result = found[0] + (bias ? to_float(bias[row]) : 0.f);
+      if (GATED) {
+        const float gate = rounded(result);
+        result = rounded(gate / (1.f + expf(-gate))) * rounded(found[1]);
+      }
+      out[(long long)token * n + row] = to_real(result);
     }
-    float result = found[0] + (bias ? to_float(bias[row]) : 0.f);
-    if (GATED) {
-      const float gate = rounded(result);
-      result = rounded(gate / (1.f + expf(-gate))) * rounded(found[1]);
-    }
-    out[(long long)token * n + row] = to_real(result);
+    if (tile + gridDim.x < tiles) __syncthreads(); // the next tile writes over the sums
   }
 }

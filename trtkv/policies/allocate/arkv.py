@@ -14,7 +14,7 @@ from pydantic import Field
 
 from trtkv.lazy import Tensor, torch
 from trtkv.plan import CacheView
-from trtkv.policies.base import ROUND_OFF, Allocate, Ask, Floats, Ints
+from trtkv.policies.base import ROUND_OFF, Allocate, Ask, Evict, Floats, Ints
 from trtkv.policies.observed import window_attention, window_sums
 
 
@@ -44,7 +44,7 @@ class ArkvRatio(Allocate):
         """The window."""
         return self.window
 
-    def measure(self, view: CacheView) -> Tensor:
+    def measure(self, view: CacheView, evict: Evict) -> Tensor:
         """Return the layer's score q (eq. 6), the same for all its heads; zero for prompts no longer than the window."""
         heads, past = len(view.at.lengths), view.at.stored - self.window
         if past <= 0:

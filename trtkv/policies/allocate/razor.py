@@ -16,7 +16,7 @@ from pydantic import Field
 from trtkv.errors import ConfigError
 from trtkv.lazy import Tensor, torch
 from trtkv.plan import CacheView
-from trtkv.policies.base import ROUND_OFF, UNLIMITED, Allocate, Ask, Floats, Ints
+from trtkv.policies.base import ROUND_OFF, UNLIMITED, Allocate, Ask, Evict, Floats, Ints
 from trtkv.policies.observed import window_sums
 from trtkv.ranking import group_mean
 
@@ -52,7 +52,7 @@ class Razor(Allocate):
         """Heads are chosen among those of all layers."""
         return True
 
-    def measure(self, view: CacheView) -> Tensor:
+    def measure(self, view: CacheView, evict: Evict) -> Tensor:
         """Return the attention that the last queries pay to far tokens [Hk], mean over the queries, maximum over the group."""
         far = view.positions < view.at.seen - self.window - self.near
         far &= view.positions >= self.sink

@@ -50,7 +50,7 @@ class MixedCompactor(HeadCompactor):
         allocate = self.ledger.allocate
         if allocate is None or not allocate.measured:
             return None
-        return torch.stack([allocate.measure(self.view_of([layer], b, account)).float() for layer in range(self._plan.num_layers)])
+        return torch.stack([allocate.measure(self.view_of([layer], b, account), self.ledger.evict).float() for layer in range(self._plan.num_layers)])
 
     def _together(self, due: Sequence[int], row: Row) -> Iterator[Sequence[int]]:
         """Cut layers into runs that the role sees together, as many as it takes and as fit."""

@@ -112,7 +112,7 @@ class HeadCompactor:
         allocate = self.ledger.allocate
         if allocate is None or not allocate.measured:
             return None
-        return torch.stack([allocate.measure(view).float() for view in self._views(b, account)])
+        return torch.stack([allocate.measure(view, self.ledger.evict).float() for view in self._views(b, account)])
 
     def _moves(self, b: int, due: Sequence[int], stay: Lengths, account: HeadAccount) -> move.Moves:
         """Say what moves in the heads that keep fewer tokens than they have; all of them are of layers that are due."""
