@@ -71,7 +71,7 @@ def main() -> None:
 def page(records: Records, folder: Path) -> str:
     """Return the page; folder holds the records of `trtkv eval`."""
     own = (head, goals, reading, storing)
-    parts = [one(records) for one in own] + [one(folder) for one in (evicting, prefill, ruler, closeness, windows, weights)]
+    parts = [one(records) for one in own] + [one(folder) for one in (evicting, prefill, ruler, closeness, windows, chunks, weights)]
     parts.insert(1, recommended(records, folder))
     return "\n\n".join(parts) + "\n"
 
@@ -86,7 +86,7 @@ def head(records: Records) -> str:
 Written by `build_scripts/quality_doc.py` from `engines/quality*.jsonl`, which have every preset, budget and sample; do not edit.
 SmolLM2-135M-Instruct (Q4_1 weights, widened by `trtkv pull`) in {full["dtype"]} on an {full["device"]}, torch executor; cells by commit:
 {counts} (MiniKV's when a complete run was encoded after its step's attention; today it is encoded
-before). One small model and few tasks: enough to see what a policy loses, not to rank the papers. Measure your own model with
+before). One small model, few tasks: measure your own with
 [`trtkv eval`](evaluating.md).
 
 - A budget is a share of the context, in tokens of each KV head. *bytes* are what a sequence stores at its fullest over what `full` stores.
@@ -296,7 +296,6 @@ def closeness(folder: Path) -> str:
         if row["budget"] == 512 and own:
             values = row["figures"]
             cells.append([f"`{row['policy']}`", f"{values['agreement']:.2f}", f"{values['kl']:.3f}", f"{own['error']:.3f}", f"{own['recall']:.2f}"])
-    tried = ", ".join(f"`{row['policy']}`" for row in long if row["policy"] != "full")
     least = min((row for row in long if row["policy"] != "full"), key=lambda row: row["figures"]["agreement"])
     return f"""## Closeness to `full`
 
@@ -305,13 +304,31 @@ error of a layer's attention output, and share of the 32 most attended tokens th
 
 {table(["preset", "same next token", "KL", "attention error", "recall"], cells)}
 
-Of 2,048 tokens that `full` generates after a prompt of 256, the presets tried ({tried}) would have written at least
+Of 2,048 tokens that `full` generates after a prompt of 256, presets tried would have written at least
 {least["figures"]["agreement"]:.1%} (`{least["policy"]}`) with a budget of 576; commits {commits(long)}, `engines/quality-long.jsonl`."""
+
+
+def chunks(folder: Path) -> str:
+    """Write what it costs to encode prompts chunk by chunk."""
+    rows = read_records(folder / "quality-chunks.jsonl")
+    counts = Counter(row["task"] for row in rows)
+
+    def found(name: str) -> str:
+        right = " and ".join(str(sum(row["answers"][name]["exact"] for row in rows if row["task"] == task)) for task in counts)
+        kl = [row["answers"][name]["kl"] for row in rows]
+        return f"`{name}` {right}" + ("" if name == "full" else f" ({fmean(kl):.3f} ± {stdev(kl) / math.sqrt(len(kl)):.3f})")
+
+    asked = " and ".join(f"{task} ({count})" for task, count in counts.items())
+    return f"""## Prompts encoded by chunk
+
+With `quantize.by_chunk=true`, chunks of {rows[0]["chunk"]} at {rows[0]["length"]:,} tokens, question seen: right answers of {asked}, and KL of the
+last chunk's predictions from `full`'s, in nats: {", ".join(map(found, rows[0]["answers"]))}.
+float32, CPU, {commits(rows)}; `build_scripts/quality_chunks.py`."""
 
 
 def weights(folder: Path) -> str:
     """Write what quantized weights cost with the whole cache and with compressed ones."""
-    rows = read_records(folder / "quality-weights.jsonl")
+    rows = [{**row, "model": row["model"] + " and prompts' tokens" * ("tokens" in row)} for row in read_records(folder / "quality-weights.jsonl")]
     models, policies = (list(dict.fromkeys(row[key] for row in rows)) for key in ("model", "policy"))
     found = {(row["model"], row["policy"], row["task"]): row for row in rows}
 
@@ -327,7 +344,7 @@ def weights(folder: Path) -> str:
 
 Perplexity on {one["figures"]["tokens"]:.0f} tokens (standard error of their mean loss {one["figures"]["nll_error"]:.2f}
 nats) and pass keys found of {passed["samples"]}, question seen, at {one["length"]:,} tokens; `fier` at 11%. Weights by
-`trtkv quantize`, int4 calibrated on 256 tokens, activations float32, CPU, commit {commits(rows)}.
+`trtkv quantize`, int4 calibrated on 256 tokens, activations float32 (prompts' tokens in fp8 where named), CPU, commit {commits(rows)}.
 `build_scripts/quality_weights.py`, `engines/quality-weights.jsonl`.
 
 {table(["weights", *(f"`{policy}`" for policy in policies)], shown)}"""

@@ -111,8 +111,8 @@ class EvictPlan:
 class QuantizePlan:
     """How tokens pass into their encoded form.
 
-    flush_first: a decode step encodes before its attention instead of after it; demoted_only: the tokens that the evict role marks are encoded
-    instead of a leading run; mixed: the marked tokens lie in pages like those in full precision, of the same pool.
+    flush_first: a decode step encodes before its attention; by_chunk: a prompt is encoded after each chunk instead of once it is complete;
+    demoted_only: tokens that the evict role marks are encoded, no leading run; mixed: they lie in pages of the pool that others lie in.
     """
 
     meaning: Meaning
@@ -120,6 +120,7 @@ class QuantizePlan:
     demoted_only: bool = False
     mixed: bool = False
     encoding: Encoding | None = None
+    by_chunk: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +248,7 @@ class CachePlan:
             return "paged" if quantize is None else "encoded"
         if quantize is None and not any(self.select):
             return "compacted" if evict.paged else "per_head" if evict.ragged else "reference"
-        if quantize is None or any(self.select) or quantize.demoted_only or not evict.paged:
+        if quantize is None or any(self.select) or quantize.demoted_only or quantize.by_chunk or not evict.paged:
             return "reference"
         if isinstance(evict.rule, Blend) and isinstance(quantize.encoding, PerToken):
             return "reference" if "allocate" in self.roles else "replaced"
@@ -332,8 +333,8 @@ class CachePlan:
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON-ready data; `from_json` reads it back equal."""
         data = dict(json.loads(json.dumps(asdict(self))))
-        for name, where in (("prefill", data), ("sliding", data), *(("top_p", one) for one in data["select"] if one)):
-            if where[name] is None:
+        for name, where in (("prefill", data), ("sliding", data), ("by_chunk", data["quantize"]), *(("top_p", one) for one in data["select"])):
+            if where and not where[name]:
                 del where[name]  # so that plans from before there were such have the hash that they had
         return data
 

@@ -172,6 +172,7 @@ class ByteCount:
     def prompt(self, tokens: int, *, whole: bool, chunk: int = 0) -> int:
         """Return the most bytes of a prompt that is read before it is encoded: in all layers, or layer by layer where it is read as a whole.
 
+        Where each chunk is encoded, one layer's is there with all before it.
         Of one that is evicted from in between, what its chunks leave counts.
         """
         plan = self.plan
@@ -182,7 +183,8 @@ class ByteCount:
             return sum(_sixteens(rooms[group]) for group in plan.page_groups) * layer
         queries = sum(spec.row_bytes for spec in plan.state_buffers if not spec.paged)
         one = _sixteens(tokens) * layer + self.state(tokens, reading=True) // plan.num_layers + queries
-        return one if whole else one * plan.num_layers
+        by_chunk = plan.quantize is not None and plan.quantize.by_chunk
+        return one if whole or by_chunk else one * plan.num_layers
 
     def scratch(self, new: int, stored: int) -> int:
         """Return the most bytes that attention takes for a while, one layer after the other, to choose what a chunk of a prompt reads by kernels.

@@ -13,6 +13,7 @@ import threading
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -178,7 +179,9 @@ FILES = {
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the Hugging Face hub as a download needs: org/tiny, org/gated and org/pickled."""
+    """As much of the Hugging Face hub as a download needs: org/tiny, org/gated, org/pickled and org/gguf, whose files are the server's `ggufs`."""
+
+    ggufs: ClassVar[dict[str, bytes]] = {}
 
     def log_message(self, *args: object) -> None:
         pass
@@ -192,9 +195,10 @@ class Hub(http.server.BaseHTTPRequestHandler):
     def answer(self, body: bool) -> None:
         path, headers, status, data = self.path.split("?")[0], {"X-Repo-Commit": "d" * 40}, 200, b"{}"
         files = {name: data for name, data in FILES.items() if "pickled" not in path or not name.endswith(".safetensors")}
+        files = {"README.md": b"not wanted", **self.ggufs} if "org/gguf" in path else files
         if "org/gated" in path:
             status, headers["X-Error-Code"] = 403, "GatedRepo"
-        elif "org/tiny" not in path and "org/pickled" not in path:
+        elif not any(name in path for name in ("org/tiny", "org/pickled", "org/gguf")):
             status, headers["X-Error-Code"] = 404, "RepoNotFound"
         elif "no-such-branch" in path:
             status, headers["X-Error-Code"] = 404, "RevisionNotFound"
@@ -230,16 +234,46 @@ def test_a_hub_checkpoint_lands_in_the_hub_cache(hub: str, tmp_path: Path) -> No
     assert _pulled("org/tiny", tmp_path, HF_ENDPOINT=NOWHERE) == path, "a second pull needs no network"
 
 
+def test_a_gguf_file_of_a_repository_is_converted(hub: str, tiny_gguf: TinyGguf, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tiny_gguf.file.read_bytes()
+    monkeypatch.setattr(Hub, "ggufs", {"tiny-f16.gguf": data, "tiny-BF16.gguf": b"not wanted"})
+    path = _pulled("org/gguf:F16", tmp_path, HF_ENDPOINT=hub)
+    assert Checkpoint(path).names() == sorted(tiny_gguf.weights) and path.parent == tmp_path / "home" / "models"
+    assert _pulled("org/gguf:F16", tmp_path, HF_ENDPOINT=NOWHERE) == path, "a second pull needs no network"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+    monkeypatch.setenv("TRTKV_HOME", str(tmp_path / "home"))
+    for name in ("org/gguf:F16", "org/gguf"):  # the only file that is here
+        assert resolve_model(name).path == path
+    with pytest.raises(CheckpointError, match="no GGUF files of the type Q8_0"):
+        resolve_model("org/gguf:Q8_0")
+
+
+def test_a_directory_of_one_gguf_file_is_that_file(tiny_gguf: TinyGguf, home: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    shutil.copyfile(tiny_gguf.file, folder / "tiny.gguf")
+    with pytest.raises(CheckpointError, match="was not read yet"):
+        resolve_model(str(folder))
+    assert pull(str(folder)) == resolve_model(str(folder)).path == resolve_model(str(folder / "tiny.gguf")).path
+    shutil.copyfile(tiny_gguf.file, folder / "other.gguf")
+    with pytest.raises(CheckpointError, match=r"holds 2 GGUF files \(of other\.gguf, tiny\.gguf\)\. Give the path of one\."):
+        resolve_model(str(folder))
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("org/gated", r"'org/gated' is gated.*hf auth login"),
         ("org/gone", r"there is no repository 'org/gone'"),
-        ("org/pickled", r"'org/pickled' holds no complete set of safetensors"),
+        ("org/pickled", r"'org/pickled' holds no complete set of safetensors and no GGUF file"),
+        ("org/pickled:Q4_0", r"'org/pickled' holds no complete set of safetensors and no GGUF file"),
+        ("org/gguf", r"'org/gguf' holds 2 GGUF files \(of tiny-BF16\.gguf, tiny-f16\.gguf\)\. Name a type: org/gguf:TYPE\."),
+        ("org/gguf:Q4_K_M", r"'org/gguf' holds no GGUF files of the type Q4_K_M"),
         ("org/tiny@no-such-branch", r"'org/tiny' has no revision 'no-such-branch'"),
     ],
 )
-def test_what_the_hub_refuses(name: str, message: str, hub: str, tmp_path: Path) -> None:
+def test_what_the_hub_refuses(name: str, message: str, hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Hub, "ggufs", {"tiny-f16.gguf": b"", "tiny-BF16.gguf": b"", "mmproj-f16.gguf": b"", "big-00001-of-00002.gguf": b""})
     assert re.search(message, _refusal(name, tmp_path, HF_ENDPOINT=hub))
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from plugins.append.arguments import NewTokens
-from plugins.cache.encodings.grouped import launch, reference
+from plugins.cache.encodings.grouped import launch, launch_decode, reference
 from plugins.cache.formats import Format
 from plugins.device import store
 from plugins.device.driver import arch
@@ -58,6 +58,7 @@ class Case:
             yield launch.attend_kernel(self.format, self.dim, self.group, self.dtype == torch.bfloat16, name, block)
         yield launch.append_kernel(self.format, self.heads * self.group, self.heads, self.dim, False, dtype, name)
         yield launch.prompt_kernel(self.format, self.heads, self.dim, self.kept, dtype, name)
+        yield launch_decode.decode_kernel(self.format, self.heads, self.dim, dtype, name)
 
     def fill(self) -> None:
         """Allocate, and encode a prompt for every sequence."""
@@ -174,6 +175,17 @@ class Case:
                 expect(torch.equal(got["codes"][:, :end], codes), f"{self.label}: codes of {name} of {b} at {stored}")
                 for one in ("scale", "minimum")[: 1 if self.format.bits == 8 else 2]:
                     expect(torch.equal(got[one][:, :entries], want[one]), f"{self.label}: {one} of {name} of {b} at {stored}")
+            self.check_decoded(b, self.format.encoded(stored, self.runs[b]))
+
+    def check_decoded(self, b: int, ends: tuple[int, int]) -> None:
+        """Compare what the decoding kernel writes with what codes represent: a rounding to this dtype, and one in fp32 where a sum cancels."""
+        made = [torch.full((self.heads, -(-max(*ends, 1) // 16) * 16, self.dim), 7, dtype=self.dtype, device=DEV) for _ in range(2)]
+        launch_decode.decode(self.pages, self.table[b], ends, *made)
+        for name, got, end in zip(("keys", "values"), made, ends, strict=True):
+            want = reference.decode(self.pages, self.table[b], name)[:, :end]
+            allowed = torch.finfo(self.dtype).eps * want.abs() + 2**-20 * (want.abs().max() if end else 0)
+            expect(bool(((got[:, :end].float() - want).abs() <= allowed).all()), f"{self.label}: decoded {name} of {b}")
+            expect(bool((got[:, end:] == 7).all()), f"{self.label}: more than {end} {name} of {b} are written")
 
     def check_attention(self) -> None:
         """Compare the outputs of a step with fp64 over what is stored, within twice the error of torch on the same numbers in this dtype."""

@@ -22,7 +22,7 @@ from plugins.cache import formats, kernel_support
 from plugins.cache.bytes import ByteCount
 from plugins.cache.cache import Cache
 from plugins.cache.encodings.grouped import cache as grouped
-from plugins.cache.encodings.grouped import launch, layout, reference
+from plugins.cache.encodings.grouped import launch, launch_decode, layout, reference
 from plugins.cache.encodings.grouped.cache import GroupedCache
 from plugins.cache.formats import Format
 from plugins.cache.reference.cache import ReferenceCache
@@ -31,12 +31,13 @@ from tests.plugins.sessions import feed_steps
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.checkpoint.find import resolve_model
 from trtkv.config import Limits, ModelConfig
-from trtkv.errors import EngineError
+from trtkv.errors import CapacityError, EngineError
 from trtkv.policies.packing import unpack
 from trtkv.policies.quantize.fp8 import Fp8
 from trtkv.policies.quantize.kivi import Kivi
 from trtkv.policies.registry import parse_policy
 from trtkv.policies.schedule import trajectory
+from trtkv.runtime.memory import pool_sizes
 from trtkv.runtime.rows import StepRow
 
 HEADS, GROUP, PAGE, POOL = 2, 2, 64, 8
@@ -101,6 +102,17 @@ def test_a_prompt_is_encoded_as_its_role_says(bits: int, group: int, residual: i
     launch.encode_prompt(keys, values, table, pages, (first[0], first[1]))  # in two calls
     launch.encode_prompt(keys, values, table, pages, form.encoded(stored), (first[0], first[1]))
     check(pages, table, role, (keys[:, :stored], values[:, :stored]), form.encoded(stored))
+    check_decoded(pages, table, form.encoded(stored), keys)
+
+
+def check_decoded(pages: launch.Pages, table: Tensor, ends: tuple[int, int], like: Tensor) -> None:
+    """The decoding kernel writes what the codes represent, and nothing after them."""
+    made = [torch.full_like(like, 7) for _ in range(2)]
+    launch_decode.decode(pages, table, ends, *made)
+    for part, got, end in zip(("keys", "values"), made, ends, strict=True):
+        want = reference.decode(pages, table, part)[:, :end]
+        torch.testing.assert_close(got[:, :end].float(), want.to(like.dtype).float(), rtol=0, atol=0)
+        assert bool((got[:, end:] == 7).all())
 
 
 @pytest.mark.parametrize(("bits", "group", "residual", "dim", "dtype"), [FORMS[1], FORMS[3], FORMS[5]])
@@ -172,6 +184,8 @@ def model(**update: Any) -> ModelConfig:
         ("kivi", (), {}, Format(2, 32, 32, 128)),
         ("kivi", ("quantize.bits=4", "quantize.group=16", "quantize.residual=48"), {}, Format(4, 16, 16, 48)),
         ("fp8", (), {}, Format(8, 1, 128, 1, together=True)),
+        ("kivi", ("quantize.by_chunk=true",), {}, Format(2, 32, 32, 128)),
+        ("lagkv+fp8", ("quantize.by_chunk=true",), {}, None),
         ("kivi", ("quantize.group=8",), {}, None),
         ("kivi", (), {"num_q_heads": 128}, None),
         ("minikv", (), {}, Format(2, 16, 16, 128, lag=0, together=True, phased=True)),
@@ -278,11 +292,13 @@ STORED = {
     "snapkv+kivi": (*KIVI16, "evict.budget=20", "evict.window=4"),
     "pyramidkv+fp8": ("evict.budget=24", "evict.window=4"),
 }
+BY_CHUNK = {policy: (*STORED[policy], "quantize.by_chunk=true") for policy in ("kivi", "fp8")}
 
 
-@pytest.mark.parametrize("policy", STORED)
-def test_a_session_stores_and_answers_like_the_definition(wide: TinyModel, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sets = STORED[policy]
+@pytest.mark.parametrize(("policy", "sets"), [*STORED.items(), *BY_CHUNK.items()])
+def test_a_session_stores_and_answers_like_the_definition(
+    wide: TinyModel, policy: str, sets: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     held = make_rig(wide, policy, tmp_path, sets=sets, slots=3)
     fake = Torch(monkeypatch)
     paged = make_rig(wide, policy, tmp_path, sets=sets, slots=3)
@@ -341,6 +357,19 @@ def test_reserved_bytes_are_pages_rings_and_prompts() -> None:
     # 2 bits and 2 x 16 bits a group of 32: three bits a number; keys and values of 8 heads x 128 channels, 32 tokens, 2 layers.
     assert count.page == 2 * 8 * 128 * 32 * 2 * 3 // 8
     assert count.slot == 144 * count.token == 144 * 2 * 8 * 128 * 2 * 2
+
+
+def test_who_has_no_room_for_a_prompt_may_encode_it_by_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    Torch(monkeypatch)
+    plans = [parse_policy("kivi", sets=[f"quantize.by_chunk={one}"]).plan(model(dtype="bfloat16")) for one in (False, True)]
+    limits = Limits.checked(max_seq_len=4096, max_batch_size=1, max_chunk_tokens=512)
+    count = ByteCount(plans[1], formats.find_format(plans[1]))
+    room = count.reserved(4096) + count.token * 4096 // 32  # one layer of the prompt
+    assert pool_sizes(plans[1], limits, torch.device("cpu"), room) == [128]
+    with pytest.raises(CapacityError, match=r"takes 626.* or --set quantize\.by_chunk=true, or"):
+        pool_sizes(plans[0], limits, torch.device("cpu"), room)
+    with pytest.raises(CapacityError, match="Build with a lower --max-seq-len, or"):
+        pool_sizes(plans[1], limits, torch.device("cpu"), room - 1)
 
 
 NEWEST = ("evict.heavy=0", "evict.recent=0.6", "quantize.residual=32")  # which tokens stay depends on no rounding

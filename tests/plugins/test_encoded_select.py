@@ -52,6 +52,8 @@ POLICIES: dict[str, tuple[str, ...]] = {
     "arkvale+kivi, balls": (*LONGER, *BUDGET, "retrieve.page=16", "retrieve.digest=ball-max", "retrieve.sink=16", "retrieve.window=16"),
     "fier+kivi": (*LONGER, *BUDGET),
     "fier+kivi, alone": (*LONGER, *BUDGET, "retrieve.pooling=none"),
+    "fier+kivi, by chunk": (*LONGER, *BUDGET, "quantize.by_chunk=true"),
+    "quest+fp8, by chunk": (*BUDGET, "quantize.by_chunk=true"),
     "fier+fp8": BUDGET,
     "shadowkv+kivi": (*LONGER, "retrieve.dense_layers=1", "retrieve.budget=80", "retrieve.window=8", "retrieve.outliers=3"),
 }

@@ -157,6 +157,26 @@ def test_kivi_encodes_after_and_minikv_before_attention() -> None:
     assert not torch.equal(simulate(early, q, k, v, prefill=63).output[-1], late.output[-1]), "MiniKV reads the newest token from its codes"
 
 
+@pytest.mark.parametrize("name", ["kivi", "fp8"])
+@given(chunk=st.integers(1, 140), prompt=st.integers(1, 140))
+def test_chunks_attend_to_codes_of_the_chunks_before(name: str, chunk: int, prompt: int) -> None:
+    policy = small(name).with_field("quantize.by_chunk", "true")
+    role, (q, k, v) = policy.quantize, tensors(prompt)
+    assert role is not None
+    done = simulate(policy, q, k, v, prefill=prompt, chunk=chunk)
+    assert done.lengths == simulate(small(name), q, k, v, prefill=prompt).lengths
+    for start in range(0, prompt, chunk):
+        end, coded = min(prompt, start + chunk), (start, start) if name == "fp8" else (start // 32 * 32, max(0, start - 32))
+        read = [x[:end].transpose(0, 1).clone() for x in (k, v)]
+        for x, part, count in zip(read, ("keys", "values"), coded, strict=True):
+            if count:
+                x[:, :count] = role.decode(role.encode(x[:, :count], part), part)
+        scores = q[start:end].transpose(0, 1).unflatten(0, (2, 2)) @ read[0][:, None].transpose(2, 3) * q.shape[2] ** -0.5
+        seen = torch.ones(end - start, end, dtype=torch.bool).tril(start)
+        want = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ read[1][:, None]
+        torch.testing.assert_close(done.output[start:end], want.flatten(0, 1).transpose(0, 1), rtol=1e-4, atol=1e-5)
+
+
 def test_demoted_tokens_keep_their_numbers_when_encoded_again() -> None:
     role = made("fp8", 8)
     x = torch.randn(2, 9, 32).to(torch.bfloat16)

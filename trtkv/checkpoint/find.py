@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trtkv.checkpoint.gguf_files import choose_gguf
 from trtkv.config import ModelConfig
 from trtkv.errors import CheckpointError, UnknownName
 from trtkv.presets import model_presets
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ORIGIN = "trtkv_source"  # what the config.json of a converted checkpoint says of where it comes from
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+)(?::([\w.-]+))?")  # and the type of a GGUF file
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,27 @@ def pulled_path(preset: str) -> Path:
 def is_gguf(name: str) -> bool:
     """Whether a name is that of a GGUF file."""
     return name.endswith(".gguf") and not Path(name).expanduser().is_dir()
+
+
+def hub_id(name: str) -> tuple[str, str] | None:
+    """Take a hub id and the type of a GGUF file there, "" for none, out of a name such as org/name:Q4_K_M; None where it is no such name."""
+    found = _HUB_ID.fullmatch(name)
+    return (found[1], found[2] or "") if found else None
+
+
+def gguf_of(folder: Path) -> Path | None:
+    """Return the GGUF file of a directory that holds no model but one; raises CheckpointError where it holds several."""
+    if (folder / "config.json").is_file():
+        return None
+    name = choose_gguf((file.name for file in folder.iterdir()), "", str(folder), "Give the path of one.")
+    return None if name is None else folder / name
+
+
+def cached_gguf(hub: str, kind: str) -> Path | None:
+    """Return the GGUF file of a type, "" for the only one, of a repository in the hub's cache; raises CheckpointError where there are several."""
+    files = {file.name: file for one in reversed(_snapshots(hub)) for file in one.glob("*.gguf")}
+    name = choose_gguf(files, kind, hub, f"Name a type: {hub}:TYPE.") if files else None
+    return None if name is None else files[name]
 
 
 def converted_path(file: Path) -> Path:
@@ -85,6 +107,10 @@ def origin(directory: Path) -> str | None:
 
 def cached_snapshot(hub: str) -> Path | None:
     """Return the complete snapshot of a repository in the Hugging Face cache: the one that `main` names, else the newest; no network."""
+    return next((one for one in _snapshots(hub) if is_complete(one)), None)
+
+
+def _snapshots(hub: str) -> list[Path]:
     from huggingface_hub import constants
 
     repository = Path(constants.HF_HUB_CACHE) / f"models--{hub.replace('/', '--')}"
@@ -92,12 +118,11 @@ def cached_snapshot(hub: str) -> Path | None:
         main = (repository / "refs" / "main").read_text(encoding="utf-8").strip()
     except OSError:
         main = ""
-    found = [one for one in repository.glob("snapshots/*") if is_complete(one)]
-    return max(found, key=lambda one: (one.name == main, one.stat().st_mtime), default=None)
+    return sorted(repository.glob("snapshots/*"), key=lambda one: (one.name == main, one.stat().st_mtime), reverse=True)
 
 
 def resolve_model(name: str) -> Source:
-    """Find a model by what a user typed: a directory, a preset name, a hub id or a GGUF file; uses no network.
+    """Find a model by what a user typed: a directory, a preset name, a hub id (org/name:Q4_K_M for a GGUF file there) or a GGUF file; no network.
 
     Raises UnknownName for a name that is none of these, CheckpointError for a directory that is missing or unusable and for a hub id or a file that
     was not pulled.
@@ -105,15 +130,18 @@ def resolve_model(name: str) -> Source:
     presets = model_presets()
     folder = Path(name).expanduser()
     if folder.is_dir() and (name not in presets or (folder / "config.json").is_file()):
-        return Source(name, folder, ModelConfig.from_dir(folder), None)
+        file = gguf_of(folder)
+        return Source(name, folder, ModelConfig.from_dir(folder), None) if file is None else _converted(name, file)
     if name in presets:
         return _preset(name, presets[name])
     if is_gguf(name):
         return _converted(name, folder)
     if folder.is_file():
         raise CheckpointError(f"'{name}' is a file", "Give the Hugging Face model directory, with its config.json, or a GGUF file.")
-    if _HUB_ID.fullmatch(name):
-        path = cached_snapshot(name)
+    if found := hub_id(name):
+        path = None if found[1] else cached_snapshot(found[0])
+        if path is None and (file := cached_gguf(*found)) is not None:
+            return _converted(name, file)
         if path is None:
             raise CheckpointError(f"'{name}' is neither a directory here nor in the Hugging Face cache", f"Run trtkv pull {name}.")
         return Source(name, path, ModelConfig.from_dir(path), name)

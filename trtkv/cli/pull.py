@@ -26,7 +26,7 @@ def pull(
     """Fetch a checkpoint: a preset (trtkv models) or a Hugging Face id; or read a GGUF file, which is a --model afterwards.
 
     Args:
-        name: Preset name, hub id such as org/name, or a GGUF file.
+        name: Preset name, hub id such as org/name (org/name:Q4_K_M for a GGUF file of that type there), or a GGUF file.
         dtype: float32, float16 or bfloat16, for what is converted of GGUF: bfloat16 by default, float32 for smollm2-135m and gemma3-270m.
         packed: Leave matrices of a GGUF quantized as they are: Q4_0, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0. The default for files.
         revision: Branch, tag or commit on the hub.

@@ -149,7 +149,7 @@ def _open(directory: Path, options: Options, progress: Progress, part: Part | No
     adapters = read_adapters(options.adapters, manifest.weights, TORCH_DTYPES[manifest.model.dtype], share)
     check_weights((held or manifest.weight_bytes) + adapters.nbytes, device)
     loaded = None if why_torch is not None else _load_plan(directory, manifest, device)
-    weights = {} if held else _weights(manifest, options.weights, device, progress, share)
+    weights, named = ({}, manifest.weights_hash or "unknown") if held else _weights(manifest, options.weights, device, progress, share)
     adapters = adapters.to(device)
     native = manifest.attention == "native"  # whose layers select wherever the budget is smaller
     try:
@@ -188,7 +188,7 @@ def _open(directory: Path, options: Options, progress: Progress, part: Part | No
     slots = list(range(manifest.limits.max_batch_size - 1, -1, -1))
     # A cache in tensors has no pages; their number only limits it.
     pages = make_pages(num_pages if cache.uses_pages else num_pages[:1], plan.num_page_groups if cache.rows_have_pages else 0)
-    stepper, named = Stepper(executor, cache, manifest.limits, ropes), _named(manifest, options.weights, held)
+    stepper = Stepper(executor, cache, manifest.limits, ropes)
     return Engine(manifest, cache, stepper, pages, slots, why_torch, options.swap_bytes, adapters, named)
 
 
@@ -245,24 +245,20 @@ def find_device(name: str) -> torch.device:
     return device
 
 
-def _weights(manifest: Manifest, wanted: str | None, device: torch.device, progress: Progress, part: tuple[int, int]) -> dict[str, Bound]:
+def _weights(
+    manifest: Manifest, wanted: str | None, device: torch.device, progress: Progress, part: tuple[int, int]
+) -> tuple[dict[str, Bound], str]:  # fmt: skip
+    """Return weights by graph input, and what names them."""
     dtype = TORCH_DTYPES[manifest.model.dtype]
     report = lambda done, total: progress("weights", done / max(1, total))  # noqa: E731
     if wanted == "random":
-        return random_weights(manifest.weights, dtype, device, report)
+        return random_weights(manifest.weights, dtype, device, report), "random"
     path = checkpoint_path(manifest, wanted)
     checkpoint = Checkpoint(path)
     checkpoint.check(*tensors_of(manifest.weights))
     if wanted is None:
         _check_unchanged(manifest, checkpoint)
-    return map_weights(checkpoint, manifest.weights, dtype, device, report, part)
-
-
-def _named(manifest: Manifest, wanted: str | None, held: int) -> str:
-    """Name the weights that an engine runs."""
-    if held or wanted == "random":
-        return "random" if wanted == "random" else manifest.weights_hash or "unknown"
-    return Checkpoint(checkpoint_path(manifest, wanted)).fingerprint
+    return map_weights(checkpoint, manifest.weights, dtype, device, report, part), checkpoint.fingerprint
 
 
 def _check_unchanged(manifest: Manifest, checkpoint: Checkpoint) -> None:

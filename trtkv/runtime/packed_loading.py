@@ -60,7 +60,7 @@ class _Share:
             if (there := self.stored(kind)) is not None:
                 found[kind] = self._cut(self.checkpoint.tensor(there[0]), unit)
         for kind, values in found.items():
-            if values.is_floating_point() and not bool(values.isfinite().all()):
+            if values.is_floating_point() and not _is_finite(values):
                 raise CheckpointError(f"the tensor '{_there(self.stored(kind))[0]}' holds {kind.replace('_', ' ')} that are not finite", FIX)
         self._check_order()
         self._check_bias()
@@ -114,7 +114,7 @@ def packed_pieces(checkpoint: Checkpoint, spec: Source, scratch: Scratch, device
         out, width = sum(module.rows.stop - module.rows.start for module in shares), spec.shape[1]
         codes = torch.empty(out, width * BITS[one.codes] // 8, dtype=CODES[one.codes], device=device)
         beside = [module.beside() for module in shares]
-        made.append(_codes(codes, {kind: torch.cat([own[kind] for own in beside]).to(device) for kind in beside[0]}, one))
+        made.append(_codes(codes, {kind: torch.cat([own[kind].to(device) for own in beside]) for kind in beside[0]}, one))
         start = 0
         for module in shares:
             own = codes[start : start + module.rows.stop - module.rows.start]
@@ -128,6 +128,11 @@ def packed_pieces(checkpoint: Checkpoint, spec: Source, scratch: Scratch, device
             if not LAYOUTS[layout].mapped:
                 repacked.append((own, target, layout))
     return Upload(PackedWeight(tuple(made), scratch), pieces, repacked)
+
+
+def _is_finite(values: Tensor) -> bool:
+    """Say whether all are finite, by the least and the greatest, which are NaN where any is: `isfinite` of bf16 reads 0.1 GB/s on a CPU, this 9."""
+    return all(bool(end.isfinite()) for end in values.aminmax())
 
 
 def _codes(codes: Tensor, beside: Mapping[str, Tensor], one: Quantization) -> Codes:

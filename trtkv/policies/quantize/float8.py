@@ -1,6 +1,7 @@
 """A cache in eight-bit floats, as inference engines offer it, with one e4m3 scale a token and head instead of one for a whole layer.
 
-Every token is encoded after the attention of the step that appends it, a prompt when it is complete.
+Every token is encoded after the attention of the step that appends it, a prompt when it is complete
+or by chunk.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ from typing import ClassVar
 
 from trtkv import rules
 from trtkv.plan import Occupancy
+from trtkv.policies.chunked import Chunked
 from trtkv.policies.quantize.fp8 import Fp8
 
 
-class Float8(Fp8):
+class Float8(Chunked, Fp8):
     """Store every token in eight-bit floats."""
 
     source: ClassVar[str] = "FP8 formats, arXiv 2209.05433"
@@ -24,5 +26,5 @@ class Float8(Fp8):
         return rules.Float8()
 
     def flush(self, at: Occupancy, encoded: tuple[int, int]) -> tuple[int, int]:
-        """Encode everything once the prompt is complete."""
-        return (at.stored, at.stored) if at.complete else encoded
+        """Encode everything, of a prompt once it is complete or after each chunk."""
+        return encoded if self.waits(at) else (at.stored, at.stored)

@@ -1,7 +1,8 @@
 """KIVI: keys per channel, values per token, the newest tokens in full precision (arXiv 2402.02750, algorithm 1).
 
 Keys are encoded whenever R of them have gathered; values one by one, once R newer ones follow. Encoding follows the attention of the step, and prompt
-attention sees no codes. Where an evict role is at work only settled tokens are encoded, because a group cannot lose a token.
+attention sees no codes, unless prompts are encoded by chunk, as KIVI's are not. Where an evict role is at work only settled tokens are encoded,
+because a group cannot lose a token.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ from typing import ClassVar
 
 from trtkv import rules
 from trtkv.plan import Occupancy
+from trtkv.policies.chunked import Chunked
 from trtkv.policies.grouped import Grouped
 
 
-class Kivi(Grouped):
+class Kivi(Chunked, Grouped):
     """Two or four bits: keys per channel in groups of tokens, values per token in groups of channels."""
 
     source: ClassVar[str] = "KIVI, arXiv 2402.02750"
@@ -23,8 +25,8 @@ class Kivi(Grouped):
         return rules.Grouped(self.bits, self.group, self.residual)
 
     def flush(self, at: Occupancy, encoded: tuple[int, int]) -> tuple[int, int]:
-        """Encode keys in runs of the residual, values older than the residual; nothing before the prompt is complete."""
-        if not at.complete:
+        """Encode keys in runs of the residual, values older than the residual; nothing of a prompt that is read as a whole before it is."""
+        if self.waits(at):
             return encoded
         settled = min(at.stored, at.settled)
         keys, values = settled // self.residual * self.residual, min(max(0, at.stored - self.residual), settled)

@@ -1,4 +1,4 @@
-"""Encoded tokens in pages: decode steps by kernels that read lengths on the device, prompts in full precision until they are complete."""
+"""Encoded tokens in pages: decode steps by kernels that read lengths on the device, prompts in full precision, whole or a chunk after codes."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ class GroupedCache(CountedCache):
         by_kernels.select(self, layer, config, inputs, out)
 
     def attend(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
-        """Attend to the stored or selected tokens; what is left of a prompt that this step completes is encoded."""
+        """Attend to the stored or selected tokens; what is left of a prompt that this step completes is encoded, or this chunk of it."""
         query, table = inputs[0], inputs[5]
         group, step = self.plan.page_groups[layer], self.step(layer)
         selection = inputs[7] if len(inputs) > 7 else None
         for b, row in enumerate(step.rows):
             if not row.answers:
                 self._attend_prompt(layer, config, row, query, None if selection is None else selection[b], out)
-                if row.seen >= row.prompt:
+                if row.seen >= row.prompt or self.store.by_chunk:
                     self.store.encode_prompt(layer, row, table[group][b])
         if self.reads_all:
             selection = None

@@ -23,7 +23,7 @@ from plugins.device.triton_aot import TritonSpec
 from trtkv.errors import EngineError
 
 _HERE = Path(__file__).parent
-_CODES = {
+CODES = {
     "key_codes": "*u8", **typed("*real", "key_scale", "key_minimum"), "value_codes": "*u8", **typed("*real", "value_scale", "value_minimum")
 }  # fmt: skip
 ATTEND = CudaKernel(_HERE / "attend.cu", "attend_encoded", (Pointer,) * 17 + (Int,) * 8 + (Float,))
@@ -31,18 +31,18 @@ APPEND = TritonKernel(
     _HERE / "kernel.py", "append_encoded",
     {
         "qkv": "*real", **typed("*i32", "positions", "starts", "lens", "slots", "origins", "table"), "rope": "*fp32",
-        **typed("*norm", "q_weight", "k_weight"), **typed("*real", "out", "keys", "values"), **_CODES,
+        **typed("*norm", "q_weight", "k_weight"), **typed("*real", "out", "keys", "values"), **CODES,
         **typed("i32", "qkv_stride", "table_stride", "page_size", "ring", "residual", "early"), "eps": "fp32",
     },
-    aligned=("qkv", "rope", "out", "keys", "values", *_CODES, "qkv_stride", "page_size"),
+    aligned=("qkv", "rope", "out", "keys", "values", *CODES, "qkv_stride", "page_size"),
 )  # fmt: skip
 PROMPT = TritonKernel(
     _HERE / "kernel.py", "encode_prompt",
     {
-        **typed("*real", "keys", "values"), **typed("*i32", "kept", "table"), **_CODES,
+        **typed("*real", "keys", "values"), **typed("*i32", "kept", "table"), **CODES,
         **typed("i32", "tokens", "count", "keys_begin", "values_begin", "keys_end", "values_end", "page_size"),
     },
-    aligned=("keys", "values", *_CODES, "tokens", "page_size"),
+    aligned=("keys", "values", *CODES, "tokens", "page_size"),
 )  # fmt: skip
 RESIDENT_WARPS = {64: 16, 96: 16, 128: 16, 256: 8}  # of a multiprocessor, by head dimension: what the attention kernel's registers leave room for
 ENOUGH_WARPS = 8  # resident ones that reach the memory's bandwidth
@@ -296,18 +296,19 @@ def prompt_kernel(one: Format, heads: int, dim: int, listed: bool, dtype: str, a
     return PROMPT.variant(arch, _prompt_constants(one, heads, dim, listed), dtype)
 
 
-def _shape_constants(one: Format, heads: int, dim: int) -> dict[str, int]:
+def shape_constants(one: Format, heads: int, dim: int) -> dict[str, int]:
+    """Return the constants that all kernels in Triton take."""
     block = 1 << (dim - 1).bit_length()
     return {"HEADS_KV": heads, "D": dim, "BLOCK_D": block, "BITS": one.bits, "KEY_GROUP": one.key_group, "VALUE_GROUP": one.value_group}
 
 
 def _append_constants(one: Format, heads_q: int, heads: int, dim: int, norm: bool, overlap: bool) -> Constants:
-    shape = _shape_constants(one, heads, dim)
+    shape = shape_constants(one, heads, dim)
     return {"HEADS_Q": heads_q, **shape, "TOGETHER": one.together, "PHASED": one.phased, "NORM": norm, "OVERLAP": overlap}
 
 
 def _prompt_constants(one: Format, heads: int, dim: int, listed: bool) -> Constants:
-    shape = _shape_constants(one, heads, dim)
+    shape = shape_constants(one, heads, dim)
     tokens = max(PROMPT_TOKENS, one.key_group)
     return {**shape, "KEY_GROUP": tokens if one.bits == 8 else one.key_group, "T": tokens, "LISTED": listed}
 

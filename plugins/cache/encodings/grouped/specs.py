@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from plugins.append.launch import KINDS
-from plugins.cache.encodings.grouped import launch, launch_list
+from plugins.cache.encodings.grouped import launch, launch_decode, launch_list
 from plugins.cache.encodings.grouped.summaries import summary_kernel
 from plugins.cache.encodings.per_token import specs as replaced
 from plugins.cache.eviction.attention_sums import launch as sums
@@ -38,6 +38,8 @@ def kernels(plan: CachePlan, model: ModelConfig, limits: Limits, arch: str) -> I
     else:
         yield launch.append_kernel(form, plan.num_q_heads, plan.num_kv_heads, plan.head_dim, model.qk_norm, dtype, arch)
     yield launch.prompt_kernel(form, plan.num_kv_heads, plan.head_dim, plan.evict is not None, dtype, arch)
+    if plan.evict is None:
+        yield launch_decode.decode_kernel(form, plan.num_kv_heads, plan.head_dim, dtype, arch)
     for layer, select in enumerate(plan.select):
         kind = summary_kind(plan, layer)
         if select is None or kind is None:

@@ -1,8 +1,9 @@
 """Encoded caches of a session on a GPU: pages of codes for every layer, a ring of newest tokens for every slot, and prompts while they are read.
 
-A prompt attends to itself in full precision and is encoded when it is complete, so its keys and values lie in their own tensors until then. Where
-a plan also evicts, those that stay are chosen then (`evict_prompt.py`), and only they are encoded. Where it evicts in every phase, such a tensor has
-room for what is left of the prompt, and the ring for all tokens that may still be evicted (`evict_residual.py`).
+A prompt attends to itself in full precision and is encoded when it is complete, so its keys and values lie in their own tensors until then, or, by
+chunk, those of one layer after another with what the chunks before represent. Where a plan also evicts, those that stay are chosen at its end
+(`evict_prompt.py`), and only they are encoded. Where it evicts in every phase, such a tensor has room for what is left of the prompt, and the ring
+for all tokens that may still be evicted (`evict_residual.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from plugins.cache.batch import Row, to_device
 from plugins.cache.bytes import ByteCount
-from plugins.cache.encodings.grouped import launch, reference
+from plugins.cache.encodings.grouped import launch, launch_decode, reference
 from plugins.cache.encodings.grouped.evict_partitions import PartitionEvictor
 from plugins.cache.encodings.grouped.evict_prompt import Keeper
 from plugins.cache.encodings.grouped.evict_residual import ResidualEvictor
@@ -46,6 +47,7 @@ class EncodedStore:
         The codes of layers that offload covers lie in its frames and rings of pages, and on the host.
         """
         self.plan, self.form, self.device = plan, form, device
+        self.by_chunk = plan.quantize is not None and plan.quantize.by_chunk
         self.count, every = ByteCount(plan, form), range(plan.num_layers)
         # Keys and values [layers of a page group, Z, Hk, ring, D] of every one, where tokens are evicted from rings.
         self.rings: list[tuple[Tensor, ...]] = []
@@ -81,7 +83,7 @@ class EncodedStore:
             goes_on = bool(before) and before >= self._lengths[row.slot]
             if self.ledger is not None and goes_on and not row.answers:
                 raise EngineError("a prompt that was evicted from continues with several tokens at once", "Feed what follows it token by token.")
-            if row.answers or not before or goes_on:
+            if row.answers or not before or goes_on or self.by_chunk:
                 self._prompts[row.slot] = {}
             if not before:
                 self._runs[row.slot] = [0] * self.plan.num_page_groups
@@ -101,24 +103,32 @@ class EncodedStore:
         """Return the keys and values [1, Hk, X, D] of a prompt that is being read, made with its first chunk.
 
         X is its length in whole sixteens, or the most that is left of it with a further chunk such as the first. What is longer than its prompt was
-        said to be continues after what its pages and its ring hold.
+        said to be continues after what its pages and its ring hold; so does each chunk where prompts are encoded by chunk, X being what is stored.
         """
         own = self._prompts[row.slot]
         if layer not in own:
-            room = row.prompt if self.evicter is None else self.evicter.ledger.rooms(row.prompt, row.new)[self.plan.page_groups[layer]]
-            made = self._room(room)
+            room = row.stored if self.by_chunk else row.prompt
+            if self.evicter is not None:
+                room = self.evicter.ledger.rooms(row.prompt, row.new)[self.plan.page_groups[layer]]
+            own[layer] = self._room(room, row.prompt if self.by_chunk else 0)
             before = row.stored - row.new
-            if before:
-                for x, old in zip(made, reference.visible(*self._view(layer, row, before), row.slot, before + self.form.lag), strict=True):
-                    x[0, :, :before] = old[:, :before]
-            own[layer] = (made[0], made[1])
             self._begins[row.slot] = self.form.encoded(before, self._runs[row.slot][self.plan.page_groups[layer]]) if before else (0, 0)
+            if before:
+                self._recover(layer, row, before, own[layer])
         elif own[layer][0].shape[2] < row.stored:  # a chunk that is longer than the first
             more = self._room(row.stored)
             for x, old in zip(more, own[layer], strict=True):
                 x[:, :, : old.shape[2]] = old
-            own[layer] = (more[0], more[1])
+            own[layer] = more
         return own[layer]
+
+    def _recover(self, layer: int, row: Row, before: int, plain: Prompt) -> None:
+        """Write a sequence's first tokens as they are stored to keys and values [1, Hk, X, D]: decoded, and from its ring."""
+        pages, table = self._view(layer, row, before)
+        ends = self._begins[row.slot]
+        launch_decode.decode(pages, table, ends, plain[0][0], plain[1][0])
+        for x, ring, end in zip(plain, (pages.keys, pages.values), ends, strict=True):
+            x[0, :, end:before] = ring[row.slot][:, torch.arange(end, before, device=self.device) % self.form.ring]
 
     def read(self, slot: int) -> Iterator[tuple[int, Prompt]]:
         """Yield the layers of a slot's prompt that is being read, with its keys and values [1, Hk, X, D]."""
@@ -204,7 +214,7 @@ class EncodedStore:
     def precise_from(self, layer: int, row: Row) -> int:
         """Return the token from which on `seen` returns keys and values as they were appended."""
         if layer in self._prompts[row.slot]:
-            return 0
+            return max(self._begins[row.slot])
         group = self.plan.page_groups[layer]
         if self.residual_evictor is not None:
             return max(self.residual_evictor.ledger.find(row.slot).encoded[group])
@@ -214,7 +224,8 @@ class EncodedStore:
         """Return the bytes that hold keys, values, codes and metadata of a sequence that has seen so many tokens, and what is seen of a prompt."""
         groups, runs, reading = range(self.plan.num_page_groups), self._runs.get(slot), seen < self._lengths.get(slot, 0)
         stored = [seen for _ in groups] if self.ledger is None else self.ledger.stored(slot)
-        ends = [(0, 0) if reading or runs is None else self._ends(slot, group, stored[group], runs) for group in groups]
+        plain = reading and not self.by_chunk
+        ends = [(0, 0) if plain or runs is None else self._ends(slot, group, stored[group], runs) for group in groups]
         return self.count.stored(stored, ends) + self.count.state(stored, reading=reading)
 
     def reserved_bytes(self, slot: int, seen: int) -> int:
@@ -233,9 +244,13 @@ class EncodedStore:
         """Return how many leading keys and values of a sequence are encoded after its newest step."""
         return self.form.encoded(stored, runs[group]) if self.residual_evictor is None else self.residual_evictor.ledger.find(slot).encoded[group]
 
-    def _room(self, tokens: int) -> list[Tensor]:
-        shape = (1, self.plan.num_kv_heads, -(-tokens // 16) * 16, self.plan.head_dim)
-        return [torch.empty(shape, dtype=TORCH_DTYPES[self.plan.kv_dtype], device=self.device) for _ in range(2)]
+    def _room(self, tokens: int, most: int = 0) -> Prompt:
+        """Return room for so many tokens, in memory for `most`: what every chunk of a prompt takes is then free for the next."""
+        heads, dim = self.plan.num_kv_heads, self.plan.head_dim
+        whole, part = (heads * dim * (-(-count // 16) * 16) for count in (max(tokens, most), tokens))
+        made = (torch.empty(whole, dtype=TORCH_DTYPES[self.plan.kv_dtype], device=self.device) for _ in range(2))
+        keys, values = (x[:part].view(1, heads, -1, dim) for x in made)
+        return keys, values
 
     def finish(self) -> None:
         """Do what is left to do after a step's attention."""

@@ -1,0 +1,39 @@
+"""Launching the kernel that decodes pages: what a prompt whose beginning is encoded goes on with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import Tensor
+
+from plugins.cache.encodings.grouped.launch import CODES, Pages, check_aligned, shape_constants
+from plugins.cache.formats import Format
+from plugins.device import kernel
+from plugins.device.kernel import Constants, TritonKernel, typed
+from plugins.device.triton_aot import TritonSpec
+
+DECODE = TritonKernel(
+    Path(__file__).parent / "decode_kernel.py", "decode_pages",
+    {**typed("*real", "keys", "values"), "table": "*i32", **CODES, **typed("i32", "tokens", "keys_end", "values_end", "page_size")},
+    aligned=("keys", "values", *CODES, "tokens", "page_size"),
+)  # fmt: skip
+TOKENS = 32  # of a block
+
+
+def decode(pages: Pages, table: Tensor, ends: tuple[int, int], keys: Tensor, values: Tensor) -> None:
+    """Write the first ends keys and values of a sequence, as its pages table [M] int32 represent them, to keys and values [Hk, X, D], contiguous."""
+    if not max(ends):
+        return
+    check_aligned((keys, values, *pages.codes))
+    tensors = (keys, values, table, *pages.codes)
+    grid = (-(-max(ends) // TOKENS), pages.heads, 2)
+    kernel.run(DECODE, grid, (*tensors, keys.shape[1], *ends, pages.page_size), _constants(pages.format, pages.heads, pages.dim))
+
+
+def decode_kernel(one: Format, heads: int, dim: int, dtype: str, arch: str) -> TritonSpec:
+    """Return the kernel that decodes pages to a dtype, in Triton's words."""
+    return DECODE.variant(arch, _constants(one, heads, dim), dtype)
+
+
+def _constants(one: Format, heads: int, dim: int) -> Constants:
+    return {**shape_constants(one, heads, dim), "T": TOKENS}
