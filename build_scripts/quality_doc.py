@@ -119,7 +119,7 @@ def recommended(records: Records, folder: Path) -> str:
     samples = len(rows) // len(TASKS)
     return f"""## Which to take
 
-`kivi4` runs on kernels; `near-lossless` loses least, in torch.
+`kivi4` runs on kernels; `rotated` loses least, in torch.
 SmolLM2, {rows[0]["length"]:,} tokens, question unseen, 95% intervals. Encodings answer the same {samples} prompts of each task
 (float32, 2-core x86-64, {commits(rows)}, `build_scripts/quality_codes.py`), the five systems 20 (H200). Bytes are 16-bit
 models', *7B* those of a further token of Qwen2.5-7B; *loss* is in nats an answer's token, above `full`'s.
