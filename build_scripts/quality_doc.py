@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from quality_recommended import encodings, kept, with_interval
+from quality_recommended import PROSE, encodings, reached
 
 from trtkv.bench.records import read_records
 
@@ -24,7 +24,6 @@ READ_LESS = ("full", "fier", "fier retrieve.sink=4", "quest", "freekv", "arkvale
 STORE_LESS = ("fp8", "kivi", "minikv", "minikv-pyramid", "qhitter", "arkv", "lagkv", "h2o", "snapkv", "pyramidkv", "tova", "streaming", "keydiff",
               "raas", "razor")  # fmt: skip
 OWN_SIZE = ("full", "fp8", "kivi")  # presets without a budget
-SYSTEMS = ("fier", "freekv", "lagkv", "arkv", "minikv")
 CONTEXT = 2048
 MARKERS = "osD^vP*X<>h"
 Record = dict[str, Any]
@@ -72,7 +71,7 @@ def page(records: Records, folder: Path) -> str:
     """Return the page; folder holds the records of `trtkv eval`."""
     own = (head, goals, reading, storing)
     parts = [one(records) for one in own] + [one(folder) for one in (evicting, prefill, ruler, closeness, windows, chunks, weights)]
-    parts.insert(1, recommended(records, folder))
+    parts.insert(1, recommended(folder))
     return "\n\n".join(parts) + "\n"
 
 
@@ -108,24 +107,23 @@ def peers(records: Records) -> str:
     return f"kvpress {versions['kvpress']} on the same prompts answers alike (both right or both wrong) in so many samples:\n  {same}."
 
 
-def recommended(records: Records, folder: Path) -> str:
-    """Set encodings beside full and the five systems: bytes, and right answers with their interval."""
-    rows = read_records(folder / "quality-codes.jsonl")
-    systems = [[records.find(task, name, 25) for task in TASKS] for name in SYSTEMS]
-    lines = [*encodings(rows, TASKS)]
-    for name, pair in zip(SYSTEMS, systems, strict=True):
-        shares = (with_interval(round(one["exact"] * one["samples"]), one["samples"]) for one in pair if one)
-        lines.append([f"`{name}` at 25%", *(f"{records.share(one):.0%}" for one in pair[:1] if one), "-", *shares, "-"])
-    samples = len(rows) // len(TASKS)
+def recommended(folder: Path) -> str:
+    """Set encodings beside full on the same prompts: bytes, right answers and how far predictions are apart."""
+    groups: dict[tuple[str, int], list[Record]] = {}
+    for row in read_records(folder / "quality-codes.jsonl"):
+        groups.setdefault((row["model"], row["length"]), []).append(row)
+    parts = list(groups.values())
+    tasks = [task for task in dict.fromkeys(row["task"] for row in parts[0]) if task != PROSE]
+    lines = [[f"{model}, {length:,}", *line] for (model, length), rows in groups.items() for line in encodings(rows, tasks)]
+    samples = Counter(row["task"] for row in parts[0])[tasks[0]]
     return f"""## Which to take
 
-`kivi4` keeps most answers of `full`, on kernels; `rotated` is as small as `kivi` and better, in torch alone.
-SmolLM2, {rows[0]["length"]:,} tokens, question unseen, 95% intervals. Encodings answer the same {samples} prompts of each task
-(float32, 2-core x86-64, {commits(rows)}, `build_scripts/quality_codes.py`), the five systems 20 (H200). Bytes are 16-bit
-models', *7B* those of a further token of Qwen2.5-7B; *loss* is in nats an answer's token, above `full`'s.
-{kept(rows, TASKS)}
+Right answers of the same {samples} prompts of each task, question unseen; in brackets, where only the preset and where only
+`full` is right. *KL*: of last tokens of a text, in nats. float32, bytes of 16-bit models on layers that policies act on;
+{parts[0][0]["device"]}, {commits([row for rows in parts for row in rows])}, `build_scripts/quality_codes.py`.
+{reached(parts, tasks)}
 
-{table(["preset", "bytes", "7B", *TASKS, "loss"], lines)}"""
+{table(["model, tokens", "preset", "bytes", *tasks, "KL"], lines)}"""
 
 
 def goals(records: Records) -> str:

@@ -94,8 +94,12 @@ class QuantizeRole(Protocol):
     def demoted_only(self) -> bool:
         """Whether the tokens that the evict role marks are encoded, and no others."""
 
+    @property
+    def exact_first(self) -> int:
+        """First tokens that stay in full precision."""
+
     def flush(self, at: Occupancy, encoded: tuple[int, int]) -> tuple[int, int]:
-        """Return how many leading tokens' keys and values are to be encoded now, given how many already are."""
+        """Return how many tokens' keys and values are to be encoded now, from the first that may be on, given how many already are."""
 
     def encode(self, x: Tensor, part: Part) -> dict[str, Tensor]:
         """Encode keys or values [Hk, S, D]."""

@@ -147,6 +147,25 @@ def test_kivi_schedule(prompt: int) -> None:
         assert done.stored_bytes[step] == 2 * elements + 2 * 16 * (encoded * (2 + 32 / 32) + values * (2 + 32 / 16)) / 8
 
 
+@pytest.mark.parametrize("prompt", [1, 3, 4, 35, 36, 37, 68, 100])
+def test_the_first_tokens_stay_exact_and_groups_begin_after_them(prompt: int) -> None:
+    q, k, v = tensors(prompt + 70, dtype=torch.float16)
+    done = simulate(small("rotated"), q, k, v, prefill=prompt)
+    for step, (full, encoded) in enumerate(done.lengths):
+        stored, others = prompt + step, max(0, prompt + step - 4)
+        assert (full, encoded) == (stored - others // 32 * 32, others // 32 * 32)
+        values = max(0, others - 32)
+        elements = 2 * 16 * (2 * stored - encoded - values)
+        assert done.stored_bytes[step] == 2 * elements + 2 * 16 * (encoded * (4 + 32 / 32) + values * (4 + 32 / 16)) / 8
+
+
+def test_a_loud_first_token_blurs_its_group_where_it_is_encoded() -> None:
+    q, k, v = tensors(100)
+    k[0] *= 50.0
+    errors = [simulate(small(name), q, k, v, prefill=80).mean_error for name in ("kivi4", "rotated")]
+    assert errors[1] < errors[0] / 2
+
+
 def test_kivi_encodes_after_and_minikv_before_attention() -> None:
     at = Occupancy(seen=64, lengths=(64,), settled=64, phase="decode", prompt=33)
     q, k, v = tensors(64)

@@ -265,8 +265,13 @@ class Quantize(Role):
         """Consecutive tokens whose keys are encoded together."""
         return 1
 
+    @property
+    def exact_first(self) -> int:
+        """First tokens that stay in full precision; those that are encoded follow them."""
+        return 0
+
     def flush(self, at: Occupancy, encoded: tuple[int, int]) -> tuple[int, int]:
-        """Return how many leading tokens' keys and values are to be encoded now, given how many already are."""
+        """Return how many tokens' keys and values are to be encoded now, from the first that may be on, given how many already are."""
         raise NotImplementedError
 
     def encode(self, x: Tensor, part: Part) -> dict[str, Tensor]:

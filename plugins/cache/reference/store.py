@@ -38,12 +38,13 @@ class PartStore:
         return rows
 
     def encode_until(self, count: int) -> None:
-        """Encode the leading tokens up to `count` that are not yet."""
-        done = int(self.coded.sum())
+        """Encode tokens, after those that stay in full precision, until `count` are."""
+        assert self.quantize is not None
+        done, first = int(self.coded.sum()), self.quantize.exact_first
         if count > done:
-            self._add_codes(self.plain[: count - done])
-            self.plain = self.plain[count - done :].clone()
-            self.coded[done:count] = True
+            self._add_codes(self.plain[first : first + count - done])
+            self.plain = torch.cat([self.plain[:first], self.plain[first + count - done :]])
+            self.coded[first + done : first + count] = True
 
     def keep(self, tokens: Tensor, demoted: Tensor | None) -> None:
         """Drop all but ascending tokens [K]; demoted [K] bool says which of them are encoded from now on (None: as before)."""
@@ -69,9 +70,9 @@ class PartStore:
         return sum(x.numel() * x.element_size() for x in (self.plain, *self.codes.values()))
 
     def _keep_behind(self, tokens: Tensor) -> None:
-        done = int(self.coded.sum())
-        assert torch.equal(tokens[:done], span(0, done, tokens)), "an evict role dropped a token of an encoded group"
-        self.plain, self.coded = self.plain[tokens[done:] - done], self.coded[tokens]
+        stay, places = self.coded[tokens], (~self.coded).cumsum(0) - 1
+        assert torch.equal(tokens[stay], self.coded.nonzero()[:, 0]), "an evict role dropped a token of an encoded group"
+        self.plain, self.coded = self.plain[places[tokens[~stay]]], stay
 
     def _add_codes(self, rows: Tensor) -> None:
         assert self.quantize is not None
