@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed(const real*
   const u32 magic = MAGIC | (u32)tokens >> 31;
   start_next();
   const unsigned char* codes_of[PARTS][2]; // of the chunks that the loop is at
-  long long row_of[PARTS][2];
+  Row rows[PARTS][2];
   uint4 coded[DEPTH][PARTS][2];
   auto there = [&](int chunk) { return TAIL ? chunk * CHUNK + tig * WEIGHTS < k : chunk < chunks; };
   auto fetch = [&](int d, int base, int step) { // of chunk base + step
@@ -98,9 +98,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed(const real*
     for (int p = 0; p < PARTS; p++)
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        found[p].scale[h] = GROUP ? shared_of(scales, scale_blocks, row_of[p][h], group, k) : 1.f;
-        found[p].minimum[h] = MINIMA ? shared_of(minima, minimum_blocks, row_of[p][h], group, k) : -0.f;
-        found[p].zero[h] = BITS == 8 ? 0.f : MAGIC_VALUE + zero_of(zeros, row_of[p][h] * groups + group);
+        found[p].scale[h] = GROUP ? shared_of(rows[p][h].scales, rows[p][h].scale_blocks, group) : 1.f;
+        found[p].minimum[h] = MINIMA ? shared_of(rows[p][h].minima, rows[p][h].minimum_blocks, group) : -0.f;
+        found[p].zero[h] = BITS == 8 ? 0.f : MAGIC_VALUE + zero_of(rows[p][h].zeros, group);
       }
   };
   Shared next[PARTS] = {};
@@ -110,15 +110,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed(const real*
     for (int p = 0; p < PARTS; p++)
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        row_of[p][h] = first_of(tile) + gid + 8 * h + p * n;
-        codes_of[p][h] = codes + row_of[p][h] * (k / (8 / BITS)) + warp * 64 + tig * 16;
+        const long long row = first_of(tile) + gid + 8 * h + p * n;
+        rows[p][h] = row_of(scales, zeros, minima, scale_blocks, minimum_blocks, row, k);
+        codes_of[p][h] = codes + row * (k / (8 / BITS)) + warp * 64 + tig * 16;
       }
 #pragma unroll
     for (int d = 0; d < DEPTH; d++) fetch(d, warp, d * WARPS);
     read_shared(next, warp);
   };
-  begin(blockIdx.x);
-  wait_for_input();
+  auto finish = [&](int tile) { // add up what the warps found, and write it
+    __syncthreads();
+    for (int i = threadIdx.x; i < ROWS * tokens; i += THREADS) {
+      const int token = i / ROWS, own = i % ROWS, row = first_of(tile) + own;
+      float found[2] = {0.f, 0.f};
+#pragma unroll
+      for (int p = 0; p < PARTS; p++) {
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) found[p] += partial[w][token][p * ROWS + own];
+        if (!GROUP) found[p] *= to_number(scales[row + p * n]);
+#if FLOATING && !defined(BF16)
+        found[p] *= 256.f;
+#endif
+      }
+      float result = found[0] + (bias ? to_float(bias[row]) : 0.f);
+      if (GATED) {
+        const float gate = rounded(result);
+        result = rounded(gate / (1.f + expf(-gate))) * rounded(found[1]);
+      }
+      out[(long long)token * n + row] = to_real(result);
+    }
+    __syncthreads(); // the next tile writes over the sums
+  };
   const real* inputs_of[COLUMNS];
   auto read_inputs = [&](uint4 (&found)[COLUMNS][WEIGHTS / 8], int base, int step) {
     const bool has = there(base + step);
@@ -130,7 +152,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed(const real*
         else if (TAIL) found[c][i] = make_uint4(0, 0, 0, 0);
       }
   };
-  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+  for (int tile = blockIdx.x, before = -1;; before = tile, tile += gridDim.x) {
+    if (tile < tiles) begin(tile);
+    if (before < 0) wait_for_input();
+    else finish(before);
+    if (tile >= tiles) return;
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) inputs_of[c] = x + (long long)min(c * 8 + gid, tokens - 1) * k + warp * CHUNK + tig * WEIGHTS;
     uint4 coming[COLUMNS][WEIGHTS / 8]; // of the next chunk, where registers allow it
@@ -209,27 +235,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed(const real*
       for (int c = 0; c < COLUMNS; c++)
 #pragma unroll
         for (int i = 0; i < 4; i++) partial[warp][c * 8 + tig * 2 + i % 2][p * ROWS + gid + i / 2 * 8] = sum[p][c][i];
-    if (tile + gridDim.x < tiles) begin(tile + gridDim.x);
-    __syncthreads();
-    for (int i = threadIdx.x; i < ROWS * tokens; i += THREADS) {
-      const int token = i / ROWS, own = i % ROWS, row = first_of(tile) + own;
-      float found[2] = {0.f, 0.f};
-#pragma unroll
-      for (int p = 0; p < PARTS; p++) {
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) found[p] += partial[w][token][p * ROWS + own];
-        if (!GROUP) found[p] *= to_number(scales[row + p * n]);
-#if FLOATING && !defined(BF16)
-        found[p] *= 256.f;
-#endif
-      }
-      float result = found[0] + (bias ? to_float(bias[row]) : 0.f);
-      if (GATED) {
-        const float gate = rounded(result);
-        result = rounded(gate / (1.f + expf(-gate))) * rounded(found[1]);
-      }
-      out[(long long)token * n + row] = to_real(result);
-    }
-    if (tile + gridDim.x < tiles) __syncthreads(); // the next tile writes over the sums
   }
 }
