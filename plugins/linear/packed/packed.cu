@@ -118,29 +118,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed(const real*
     for (int d = 0; d < DEPTH; d++) fetch(d, warp, d * WARPS);
     read_shared(next, warp);
   };
-  auto finish = [&](int tile) { // add up what the warps found, and write it
-    __syncthreads();
-    for (int i = threadIdx.x; i < ROWS * tokens; i += THREADS) {
-      const int token = i / ROWS, own = i % ROWS, row = first_of(tile) + own;
-      float found[2] = {0.f, 0.f};
-#pragma unroll
-      for (int p = 0; p < PARTS; p++) {
-#pragma unroll
-        for (int w = 0; w < WARPS; w++) found[p] += partial[w][token][p * ROWS + own];
-        if (!GROUP) found[p] *= to_number(scales[row + p * n]);
-#if FLOATING && !defined(BF16)
-        found[p] *= 256.f;
-#endif
-      }
-      float result = found[0] + (bias ? to_float(bias[row]) : 0.f);
-      if (GATED) {
-        const float gate = rounded(result);
-        result = rounded(gate / (1.f + expf(-gate))) * rounded(found[1]);
-      }
-      out[(long long)token * n + row] = to_real(result);
-    }
-    __syncthreads(); // the next tile writes over the sums
-  };
+  begin(blockIdx.x);
+  wait_for_input();
   const real* inputs_of[COLUMNS];
   auto read_inputs = [&](uint4 (&found)[COLUMNS][WEIGHTS / 8], int base, int step) {
     const bool has = there(base + step);
@@ -152,11 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed(const real*
         else if (TAIL) found[c][i] = make_uint4(0, 0, 0, 0);
       }
   };
-  for (int tile = blockIdx.x, before = -1;; before = tile, tile += gridDim.x) {
-    if (tile < tiles) begin(tile);
-    if (before < 0) wait_for_input();
-    else finish(before);
-    if (tile >= tiles) return;
+  for (int tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
 #pragma unroll
     for (int c = 0; c < COLUMNS; c++) inputs_of[c] = x + (long long)min(c * 8 + gid, tokens - 1) * k + warp * CHUNK + tig * WEIGHTS;
     uint4 coming[COLUMNS][WEIGHTS / 8]; // of the next chunk, where registers allow it
@@ -235,5 +210,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed(const real*
       for (int c = 0; c < COLUMNS; c++)
 #pragma unroll
         for (int i = 0; i < 4; i++) partial[warp][c * 8 + tig * 2 + i % 2][p * ROWS + gid + i / 2 * 8] = sum[p][c][i];
+    if (tile + gridDim.x < tiles) begin(tile + gridDim.x);
+    __syncthreads();
+    for (int i = threadIdx.x; i < ROWS * tokens; i += THREADS) {
+      const int token = i / ROWS, own = i % ROWS, row = first_of(tile) + own;
+      float found[2] = {0.f, 0.f};
+#pragma unroll
+      for (int p = 0; p < PARTS; p++) {
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) found[p] += partial[w][token][p * ROWS + own];
+        if (!GROUP) found[p] *= to_number(scales[row + p * n]);
+#if FLOATING && !defined(BF16)
+        found[p] *= 256.f;
+#endif
+      }
+      float result = found[0] + (bias ? to_float(bias[row]) : 0.f);
+      if (GATED) {
+        const float gate = rounded(result);
+        result = rounded(gate / (1.f + expf(-gate))) * rounded(found[1]);
+      }
+      out[(long long)token * n + row] = to_real(result);
+    }
+    if (tile + gridDim.x < tiles) __syncthreads(); // the next tile writes over the sums
   }
 }
