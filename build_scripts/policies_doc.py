@@ -13,7 +13,8 @@ from pathlib import Path
 from plugins.cache.kernel_support import in_torch
 from trtkv.checkpoint.find import resolve_model
 from trtkv.errors import PolicyConflict
-from trtkv.policies.base import CAPABILITIES, KINDS
+from trtkv.policies.base import KINDS
+from trtkv.policies.capabilities import CAPABILITIES
 from trtkv.policies.fields import field_table, summary
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import describe, parse_policy, role_class, role_names

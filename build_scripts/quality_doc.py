@@ -14,50 +14,13 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from quality_plot import plot
 from quality_recommended import PROSE, encodings, reached
+from quality_records import READ_LESS, STORE_LESS, TASKS, Record, Records
 
 from trtkv.bench.records import read_records
 
 ROOT = Path(__file__).parent.parent
-TASKS = ("passkey", "needle")
-READ_LESS = ("full", "fier", "fier retrieve.sink=4", "quest", "freekv", "arkvale", "shadowkv")
-STORE_LESS = ("fp8", "kivi", "minikv", "minikv-pyramid", "qhitter", "arkv", "lagkv", "h2o", "snapkv", "pyramidkv", "tova", "streaming", "keydiff",
-              "raas", "razor")  # fmt: skip
-OWN_SIZE = ("full", "fp8", "kivi")  # presets without a budget
-CONTEXT = 2048
-MARKERS = "osD^vP*X<>h"
-Record = dict[str, Any]
-
-
-class Records:
-    """Finished cells of `quality.py`, found by what they are: the newest of each."""
-
-    def __init__(self, file: Path) -> None:
-        rows = read_records(file)
-        self.own = {self._key(row): row for row in rows if "preset" in row}
-        self.peers = {(row["task"], row["peer"], row["percent"], row["length"]): row for row in rows if "peer" in row}
-
-    def find(self, task: str, name: str, percent: int, length: int = CONTEXT, blind: bool = True, seed: int = 0) -> Record | None:
-        """Return a cell's record with answers; name is a preset, with a changed field after a blank. None where it was not run or does not fit."""
-        preset, *sets = name.split()
-        found = self.own.get((task, preset, tuple(sets), 0 if preset in OWN_SIZE else percent, length, blind, seed))
-        return found if found and "exact" in found else None
-
-    def cell(self, task: str, name: str, percent: int) -> Record:
-        """Return a cell of 60 samples."""
-        found = self.find(task, name, percent, seed=1)
-        assert found is not None, (task, name, percent)
-        return found
-
-    def share(self, record: Record) -> float:
-        """Return stored bytes relative to the whole cache on the same samples."""
-        full = self.find(record["task"], "full", 0, record["length"], seed=record["seed"])
-        assert full is not None, "the reference was not run"
-        return float(record["stored_bytes"] / full["stored_bytes"])
-
-    @staticmethod
-    def _key(row: Record) -> tuple[Any, ...]:
-        return row["task"], row["preset"], tuple(row["sets"]), row["percent"], row["length"], row["blind"], row["seed"]
 
 
 def main() -> None:
@@ -379,42 +342,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Write a Markdown table."""
     lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def plot(records: Records, target: Path) -> None:
-    """Draw right answers (mean of both tasks) against stored bytes, and against tokens read for presets that store everything."""
-    import matplotlib as mpl
-    from matplotlib import pyplot as plt
-
-    mpl.rcParams.update({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False})
-    panels = {"encoding": STORE_LESS[:6], "eviction": STORE_LESS[6:], "retrieval": READ_LESS[1:]}
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4.2), sharey=True, layout="constrained")
-    for axis, (family, names) in zip(axes, panels.items(), strict=True):
-        for index, name in enumerate(names):
-            points = sorted(points_of(records, name, family == "retrieval"))
-            axis.plot(*zip(*points, strict=True), marker=MARKERS[index], color=f"C{index}", label=name, markersize=5, linewidth=1.3)
-        axis.axhline(1.0, color="0.6", linewidth=1)
-        axis.set_xscale("log")
-        ticks = [one for one in (0.02, 0.05, 0.1, 0.2, 0.5, 1.0) if axis.get_xlim()[0] <= one <= axis.get_xlim()[1]]
-        axis.set_xticks(ticks, [f"{one:.0%}" for one in ticks])
-        axis.minorticks_off()
-        axis.set(title=family, xlabel=f"{'tokens read' if family == 'retrieval' else 'bytes'}, of full", ylim=(-0.03, 1.08))
-        axis.grid(alpha=0.25)
-        axis.legend(frameon=False, fontsize=8, loc="lower right" if family == "retrieval" else "upper left")
-    axes[0].set_ylabel("right answers, mean of passkey and needle")
-    figure.suptitle("SmolLM2-135M-Instruct, 2,048 tokens; the question is not seen when the document is compressed")
-    figure.savefig(target, dpi=110, metadata={"Software": None})
-    plt.close(figure)
-
-
-def points_of(records: Records, name: str, reads: bool) -> Iterator[tuple[float, float]]:
-    """Yield cost and right answers of a preset at its budgets."""
-    full = records.find("passkey", "full", 0)
-    for percent in (0, 5, 11, 25, 50):
-        found = [one for task in TASKS if (one := records.find(task, name, percent))]
-        if len(found) == len(TASKS) and full:
-            cost = found[0]["tokens_read_per_step"] / full["tokens_read_per_step"] if reads else records.share(found[0])
-            yield cost, fmean(one["exact"] for one in found)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from trtkv.config import ModelConfig
 from trtkv.plan import BufferSpec, CacheView, EvictPlan, Meaning, Occupancy, OffloadPlan, Pooling, PrefillPlan, QuantizePlan, SelectPlan
+from trtkv.policies.capabilities import OBSERVED
 from trtkv.rules import Encoding, EvictRule, PrefillRule, Summary
 
 if TYPE_CHECKING:
@@ -33,22 +34,6 @@ Floats: TypeAlias = npt.NDArray[np.float32]
 Ints: TypeAlias = npt.NDArray[np.int64]
 UNLIMITED = 2**31 - 1
 ROUND_OFF = 1e-6  # a share such as 0.29 of 100 tokens is 28.999999999999996 in floating point
-
-# What a role may find in `needs`, `gives` and `takes`; the runtime itself gives the ones that are True here.
-CAPABILITIES: dict[str, tuple[bool, str]] = {
-    "attention_mass": (True, "the attention that every stored token received so far"),
-    "attention_newest": (True, "the newest query's attention to every stored token"),
-    "last_queries": (True, "the newest queries"),
-    "dense_decode": (True, "decode queries that attend to every stored token"),
-    "equal_heads": (True, "equally many tokens in every KV head"),
-    "stable_groups": (True, "stored tokens that stay in their group or page while the model decodes"),
-    "settled_prefix": (True, "leading tokens that are never evicted"),
-    "precision_classes": (False, "an evict role that says which kept tokens are encoded"),
-    "pages_chosen": (False, "a retrieve role that reads whole pages"),
-    "token_scores": (False, "an evict role that scores every stored token"),
-    "free_tokens": (False, "an evict role with a budget to distribute"),
-    "precise_share": (False, "an allocate role that says how many tokens stay in full precision"),
-}
 
 
 class Role(BaseModel):
@@ -242,7 +227,7 @@ class Evict(Role):
             shares = allocate.measured or "equal_heads" in allocate.takes
             ragged = paged and shares and allocate.splits == "tokens" and self.bounded
             paged = paged and not shares
-        asked = tuple(sorted(needs & set(RUNTIME_NEEDS)))
+        asked = tuple(sorted(needs & OBSERVED))
         return EvictPlan(self.meaning(), asked, window, dict(self.token_state), paged, self.prompt_only, ragged, self.stated)
 
 
@@ -404,6 +389,3 @@ class Retrieve(Role):
             shared=self.joins_heads,
             top_p=self.top_p,
         )
-
-
-RUNTIME_NEEDS = ("attention_mass", "attention_newest", "last_queries")

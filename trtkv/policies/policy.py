@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, SerializeAsAny, ValidationError
 from trtkv.config import ModelConfig
 from trtkv.errors import ConfigError, PolicyConflict, UnknownName
 from trtkv.plan import BufferSpec, CachePlan, SelectPlan, SlidingPlan
-from trtkv.policies.base import CAPABILITIES, KINDS, Allocate, Evict, Offload, Prefill, Quantize, Retrieve, Role
+from trtkv.policies.base import KINDS, Allocate, Evict, Offload, Prefill, Quantize, Retrieve, Role
+from trtkv.policies.capabilities import CAPABILITIES
 
 DEFAULT_PAGE_SIZE = 32
 

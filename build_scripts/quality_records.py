@@ -1,0 +1,47 @@
+"""The cells that `quality.py` has measured, and which of them the page and its plot show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trtkv.bench.records import read_records
+
+TASKS = ("passkey", "needle")
+READ_LESS = ("full", "fier", "fier retrieve.sink=4", "quest", "freekv", "arkvale", "shadowkv")
+STORE_LESS = ("fp8", "kivi", "minikv", "minikv-pyramid", "qhitter", "arkv", "lagkv", "h2o", "snapkv", "pyramidkv", "tova", "streaming", "keydiff",
+              "raas", "razor")  # fmt: skip
+OWN_SIZE = ("full", "fp8", "kivi")  # presets without a budget
+CONTEXT = 2048
+Record = dict[str, Any]
+
+
+class Records:
+    """Finished cells of `quality.py`, found by what they are: the newest of each."""
+
+    def __init__(self, file: Path) -> None:
+        rows = read_records(file)
+        self.own = {self._key(row): row for row in rows if "preset" in row}
+        self.peers = {(row["task"], row["peer"], row["percent"], row["length"]): row for row in rows if "peer" in row}
+
+    def find(self, task: str, name: str, percent: int, length: int = CONTEXT, blind: bool = True, seed: int = 0) -> Record | None:
+        """Return a cell's record with answers; name is a preset, with a changed field after a blank. None where it was not run or does not fit."""
+        preset, *sets = name.split()
+        found = self.own.get((task, preset, tuple(sets), 0 if preset in OWN_SIZE else percent, length, blind, seed))
+        return found if found and "exact" in found else None
+
+    def cell(self, task: str, name: str, percent: int) -> Record:
+        """Return a cell of 60 samples."""
+        found = self.find(task, name, percent, seed=1)
+        assert found is not None, (task, name, percent)
+        return found
+
+    def share(self, record: Record) -> float:
+        """Return stored bytes relative to the whole cache on the same samples."""
+        full = self.find(record["task"], "full", 0, record["length"], seed=record["seed"])
+        assert full is not None, "the reference was not run"
+        return float(record["stored_bytes"] / full["stored_bytes"])
+
+    @staticmethod
+    def _key(row: Record) -> tuple[Any, ...]:
+        return row["task"], row["preset"], tuple(row["sets"]), row["percent"], row["length"], row["blind"], row["seed"]
