@@ -108,8 +108,8 @@ def commands(policies: Sequence[str], model: str, device: str, quick: bool) -> l
         kernel("recall", "--op recall --pages 64 --set retrieve.page=32", "--store", ("bf16", "int2")),
         kernel(f"prompt {size(short)}", f"--op prefill-sums --context {short}", "--policy", ("full",)),
         kernel(f"prompt {size(long)}", f"--op lag --context {long} --chunk {chunk}", "--policy", ("lagkv",)),
-        step(f"step 1x{size(long)}", f"--context {long} --batch 1", policies),
-        step(f"step 4x{size(short)}", f"--context {short} --batch 4", policies),
+        step(f"1x{size(long)}", f"--context {long} --batch 1", policies),
+        step(f"4x{size(short)}", f"--context {short} --batch 4", policies),
         step(f"offload 1x{size(long)}", f"--context {long} --batch 1 --offload --recall ahead", OFFLOADED),
     ]
     return [warm_up, *(one for one in found if one.names)]

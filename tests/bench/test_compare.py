@@ -103,7 +103,7 @@ def test_every_policy_and_kernel_has_rows_of_80_columns(scripts: SimpleNamespace
     rows = scripts.rows
     plan = rows.commands((*policy_presets(), *rows.COMBINED), "/model", "cuda", False)
     assert plan[0].title == rows.WARM_UP
-    for title in ("step 1x32k", "step 4x8k"):
+    for title in ("1x32k", "4x8k"):
         names = next(one for one in plan if one.title == title).names
         assert set(policy_presets()) | set(rows.COMBINED) == set(names)
     operations = {word for one in plan if one.words[0] == rows.KERNELS for word in one.words}
@@ -117,7 +117,7 @@ def test_every_policy_and_kernel_has_rows_of_80_columns(scripts: SimpleNamespace
     assert max(map(len, lines)) == 80
     assert all(any(line.startswith(f"{row.name} {row.figure} ") for line in lines) for row in every)
     kivi = [(one.title, one.names) for one in rows.commands(["kivi"], "/model", "cuda", False)[1:]]
-    assert kivi == [("attend 1x32k", ("int4", "int2")), ("recall", ("int2",)), ("step 1x32k", ("kivi",)), ("step 4x8k", ("kivi",))]
+    assert kivi == [("attend 1x32k", ("int4", "int2")), ("recall", ("int2",)), ("1x32k", ("kivi",)), ("4x8k", ("kivi",))]
 
 
 def test_a_row_without_runs_says_why(scripts: SimpleNamespace) -> None:
@@ -183,10 +183,10 @@ def test_trees_run_in_turn_and_a_slower_row_fails(tmp_path: Path) -> None:
     turns = [tree for tree, *words in calls(tmp_path) if "full,fier,kivi" in words and "32768" in words]
     assert turns == ["old", "new", "old", "new"]
     lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
-    assert "step 1x32k full decode 1000.0 1000.0 1000.0 1000.0 1.000 ok" in lines
-    slower = lines.index("step 1x32k fier decode 1000.0 1000.0 1500.0 1500.0 1.500 slower")
+    assert "1x32k full decode 1000.0 1000.0 1000.0 1000.0 1.000 ok" in lines
+    slower = lines.index("1x32k fier decode 1000.0 1000.0 1500.0 1500.0 1.500 slower")
     assert lines[slower + 1] == "attention +40.0 us"
-    assert any(re.match(r"step 4x8k kivi decode .* 0\.500 faster", line) for line in lines)
+    assert any(re.match(r"4x8k kivi decode .* 0\.500 faster", line) for line in lines)
     data = json.loads((tmp_path / "out" / "all.json").read_text())
     assert [one["tree"] for one in data["passes"]] == ["base", "here", "base", "here"]
     assert len(data["rows"]) > 20 and {one["verdict"] for one in data["rows"]} == {"ok", "slower", "faster"}
@@ -195,7 +195,7 @@ def test_trees_run_in_turn_and_a_slower_row_fails(tmp_path: Path) -> None:
 def test_the_same_code_is_as_before(tmp_path: Path) -> None:
     done = run_script(tmp_path, "--here", str(tmp_path / "old"), "--rounds", "3")
     assert done.returncode == 0 and "the same sources" in done.stderr
-    assert re.search(r"^step 1x32k lagkv decode +1000.0-1000.0 +1000.0-1000.0 1.000 ok$", done.stdout, re.MULTILINE)
+    assert re.search(r"^1x32k lagkv decode +1000.0-1000.0 +1000.0-1000.0 1.000 ok$", done.stdout, re.MULTILINE)
     assert re.fullmatch(r"\d+ ok \(\d+ of them prefill and memory, not shown\)", done.stdout.splitlines()[-1])
 
 
@@ -203,9 +203,9 @@ def test_a_row_that_breaks_leaves_the_others(tmp_path: Path) -> None:
     done = run_script(tmp_path, factors={"new": {"fier": "crash", "int4": "refuse"}})
     assert done.returncode == 1
     failed = [line.rsplit(maxsplit=1)[0].strip() for line in done.stdout.splitlines() if line.endswith(" failed")]
-    assert failed == ["retrieve 1x32k fier", "retrieve 4x8k fier", "chunk 2k fier", "attend 1x32k int4", "step 1x32k fier", "step 4x8k fier"]
+    assert failed == ["retrieve 1x32k fier", "retrieve 4x8k fier", "chunk 2k fier", "attend 1x32k int4", "1x32k fier", "4x8k fier"]
     assert "  RuntimeError: fier is broken" in done.stdout and "  trtkv: int4 is unknown" in done.stdout
-    assert re.search(r"^step 4x8k lagkv decode .* ok$", done.stdout, re.MULTILINE)
+    assert re.search(r"^4x8k lagkv decode .* ok$", done.stdout, re.MULTILINE)
     assert re.search(r"^attend 1x32k int2 attend .* ok$", done.stdout, re.MULTILINE)
 
 

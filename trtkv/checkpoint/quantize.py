@@ -86,5 +86,6 @@ def _run(words: Sequence[str], log: Path, progress: Progress) -> None:
             raise
     if job.returncode or said:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines() or [f"it ended with exit code {job.returncode}"]
-        why = " ".join(said.get("error", lines[-1]).split())[:300]
+        ended = f"it was ended by signal {-job.returncode}" if job.returncode < 0 else lines[-1]
+        why = " ".join(said.get("error", ended).split())[:300]
         raise CheckpointError(f"{PACKAGE} cannot quantize this checkpoint: {why}", "Its documentation lists what it supports.")
