@@ -1,7 +1,6 @@
 """The lowered form of a policy: buffers, budgets and op calls as plain data.
 
-Graph, plugins and runtime see only this, never a policy class. What kernels know a role by is typed data of `trtkv/rules.py`; a definition is named
-by import path, so that a role's definition runs where no kernel for it exists.
+Graph, plugins and runtime see only this. Kernels know a role by typed data of `trtkv/rules.py`; its definition is named by import path.
 """
 
 from __future__ import annotations
@@ -347,8 +346,8 @@ class CachePlan:
             return _reader().validate_python(data)
         except ValidationError as error:
             first = error.errors()[0]
-            problem = f"{'.'.join(map(str, first['loc']))}: {first['msg'].lower()}"
-            raise EngineError(f"the cache plan is damaged ({problem})", "Build the engine again.") from None
+            where, what = ".".join(map(str, first["loc"])), first["msg"].lower()
+            raise EngineError(f"the cache plan is damaged ({where}: {what})", "Build the engine again.") from None
 
     @property
     def num_addresses(self) -> int:

@@ -172,8 +172,7 @@ class ByteCount:
     def prompt(self, tokens: int, *, whole: bool, chunk: int = 0) -> int:
         """Return the most bytes of a prompt that is read before it is encoded: in all layers, or layer by layer where it is read as a whole.
 
-        Where each chunk is encoded, one layer's is there with all before it.
-        Of one that is evicted from in between, what its chunks leave counts.
+        Where each chunk is encoded, one layer's is there with all before it. Of one that is evicted from in between, what its chunks leave counts.
         """
         plan = self.plan
         layer = self.token // plan.num_layers

@@ -21,19 +21,9 @@ __device__ __forceinline__ float to_number(signed char x) { return (float)x; }
 #define WEIGHTS (128 / BITS) // in 16 bytes
 // A matrix is codes [rows, k], scales, zeros and minima [rows, groups], and factors of scales and minima [rows, k / BLOCK]; what it has not is null.
 __device__ __forceinline__ int groups_of(int k) { return GROUP ? (k + max(GROUP, 1) - 1) / max(GROUP, 1) : 1; }
-// A scale or a minimum of a group, from those of its row.
-__device__ __forceinline__ float shared_of(const scale_type* values, const __half* blocks, int group) {
-  return BLOCK ? to_number(values[group]) * __half2float(blocks[group / max(BLOCK / max(GROUP, 1), 1)]) : to_number(values[group]);
+// A scale or a minimum of a row's group.
+__device__ __forceinline__ float shared_of(const scale_type* values, const __half* blocks, long long row, int group, int k) {
+  const float own = to_number(values[row * groups_of(k) + group]);
+  return BLOCK ? own * __half2float(blocks[row * (k / max(BLOCK, 1)) + group / max(BLOCK / max(GROUP, 1), 1)]) : own;
 }
-__device__ __forceinline__ float zero_of(const unsigned char* zeros, int group) { return MINIMA ? 0.f : ZEROS ? (float)zeros[group] : 8.f; }
-// What rows of a matrix share.
-struct Row {
-  const scale_type *scales, *minima;
-  const unsigned char* zeros;
-  const __half *scale_blocks, *minimum_blocks;
-};
-__device__ __forceinline__ Row row_of(const scale_type* scales, const unsigned char* zeros, const scale_type* minima, const __half* scale_blocks,
-    const __half* minimum_blocks, long long row, int k) {
-  const long long groups = row * groups_of(k), blocks = BLOCK ? row * (k / max(BLOCK, 1)) : 0;
-  return {scales + groups, minima + groups, zeros + groups, scale_blocks + blocks, minimum_blocks + blocks};
-}
+__device__ __forceinline__ float zero_of(const unsigned char* zeros, long long at) { return MINIMA ? 0.f : ZEROS ? (float)zeros[at] : 8.f; }

@@ -27,9 +27,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) widen(const unsigned char*
   if (row >= rows) return;
   const int group = GROUP ? at / max(GROUP, 1) : 0;
   const uint4 v = *reinterpret_cast<const uint4*>(codes + index * 16);
-  const Row own = row_of(scales, zeros, minima, scale_blocks, minimum_blocks, row, k);
-  const float scale = shared_of(own.scales, own.scale_blocks, group), minimum = MINIMA ? shared_of(own.minima, own.minimum_blocks, group) : 0.f;
-  const float zero = BITS == 8 ? 0.f : zero_of(own.zeros, group);
+  const float scale = shared_of(scales, scale_blocks, row, group, k), minimum = MINIMA ? shared_of(minima, minimum_blocks, row, group, k) : 0.f;
+  const float zero = BITS == 8 ? 0.f : zero_of(zeros, (long long)row * groups_of(k) + group);
   auto weight_of = [&](int i) { return fmaf(number_of(v, i) - zero, scale, minimum); };
   uint4* to = reinterpret_cast<uint4*>(out + (long long)row * k + at);
 #pragma unroll
