@@ -21,9 +21,16 @@ __device__ __forceinline__ float to_number(signed char x) { return (float)x; }
 #define WEIGHTS (128 / BITS) // in 16 bytes
 // A matrix is codes [rows, k], scales, zeros and minima [rows, groups], and factors of scales and minima [rows, k / BLOCK]; what it has not is null.
 __device__ __forceinline__ int groups_of(int k) { return GROUP ? (k + max(GROUP, 1) - 1) / max(GROUP, 1) : 1; }
+// Where what a row's groups share begins, and the factors of its blocks: fewer numbers than registers hold.
+struct Row {
+  u32 groups, blocks;
+};
+__device__ __forceinline__ Row row_of(u32 row, int k) { return {row * groups_of(k), BLOCK ? row * (k / max(BLOCK, 1)) : 0}; }
 // A scale or a minimum of a row's group.
-__device__ __forceinline__ float shared_of(const scale_type* values, const __half* blocks, long long row, int group, int k) {
-  const float own = to_number(values[row * groups_of(k) + group]);
-  return BLOCK ? own * __half2float(blocks[row * (k / max(BLOCK, 1)) + group / max(BLOCK / max(GROUP, 1), 1)]) : own;
+__device__ __forceinline__ float shared_of(const scale_type* values, const __half* blocks, Row row, int group) {
+  const float own = to_number(values[row.groups + group]);
+  return BLOCK ? own * __half2float(blocks[row.blocks + group / max(BLOCK / max(GROUP, 1), 1)]) : own;
 }
-__device__ __forceinline__ float zero_of(const unsigned char* zeros, long long at) { return MINIMA ? 0.f : ZEROS ? (float)zeros[at] : 8.f; }
+__device__ __forceinline__ float zero_of(const unsigned char* zeros, Row row, int group) {
+  return MINIMA ? 0.f : ZEROS ? (float)zeros[row.groups + group] : 8.f;
+}

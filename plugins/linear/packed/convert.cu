@@ -27,8 +27,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) widen(const unsigned char*
   if (row >= rows) return;
   const int group = GROUP ? at / max(GROUP, 1) : 0;
   const uint4 v = *reinterpret_cast<const uint4*>(codes + index * 16);
-  const float scale = shared_of(scales, scale_blocks, row, group, k), minimum = MINIMA ? shared_of(minima, minimum_blocks, row, group, k) : 0.f;
-  const float zero = BITS == 8 ? 0.f : zero_of(zeros, (long long)row * groups_of(k) + group);
+  const float scale = shared_of(scales, scale_blocks, row_of(row, k), group), minimum = MINIMA ? shared_of(minima, minimum_blocks, row_of(row, k), group) : 0.f;
+  const float zero = BITS == 8 ? 0.f : zero_of(zeros, row_of(row, k), group);
   auto weight_of = [&](int i) { return fmaf(number_of(v, i) - zero, scale, minimum); };
   uint4* to = reinterpret_cast<uint4*>(out + (long long)row * k + at);
 #pragma unroll

@@ -78,7 +78,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed(const real*
   const u32 magic = MAGIC | (u32)tokens >> 31;
   start_next();
   const unsigned char* codes_of[PARTS][2]; // of the chunks that the loop is at
-  long long row_of[PARTS][2];
+  Row rows[PARTS][2];
   uint4 coded[DEPTH][PARTS][2];
   auto there = [&](int chunk) { return TAIL ? chunk * CHUNK + tig * WEIGHTS < k : chunk < chunks; };
   auto fetch = [&](int d, int base, int step) { // of chunk base + step
@@ -98,9 +98,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed(const real*
     for (int p = 0; p < PARTS; p++)
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        found[p].scale[h] = GROUP ? shared_of(scales, scale_blocks, row_of[p][h], group, k) : 1.f;
-        found[p].minimum[h] = MINIMA ? shared_of(minima, minimum_blocks, row_of[p][h], group, k) : -0.f;
-        found[p].zero[h] = BITS == 8 ? 0.f : MAGIC_VALUE + zero_of(zeros, row_of[p][h] * groups + group);
+        found[p].scale[h] = GROUP ? shared_of(scales, scale_blocks, rows[p][h], group) : 1.f;
+        found[p].minimum[h] = MINIMA ? shared_of(minima, minimum_blocks, rows[p][h], group) : -0.f;
+        found[p].zero[h] = BITS == 8 ? 0.f : MAGIC_VALUE + zero_of(zeros, rows[p][h], group);
       }
   };
   Shared next[PARTS] = {};
@@ -110,8 +110,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) packed(const real*
     for (int p = 0; p < PARTS; p++)
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        row_of[p][h] = first_of(tile) + gid + 8 * h + p * n;
-        codes_of[p][h] = codes + row_of[p][h] * (k / (8 / BITS)) + warp * 64 + tig * 16;
+        const int row = first_of(tile) + gid + 8 * h + p * n;
+        rows[p][h] = row_of(row, k);
+        codes_of[p][h] = codes + (long long)row * (k / (8 / BITS)) + warp * 64 + tig * 16;
       }
 #pragma unroll
     for (int d = 0; d < DEPTH; d++) fetch(d, warp, d * WARPS);
