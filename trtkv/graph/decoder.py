@@ -38,11 +38,11 @@ def build_decoder(model: ModelConfig, plan: CachePlan, limits: Limits, tp: int =
     Output: logits [R, V] fp32 of the rows that `last_rows` names.
     """
     net = Network(model.model_type, model.dtype)
-    sizes = {"X": limits.max_seq_len, "D": model.head_dim, "A": plan.num_addresses}
+    sizes = {"X": plan.positions(limits.max_seq_len), "D": model.head_dim, "A": plan.num_addresses}
     for name, (dtype, shape) in STEP_INPUTS.items():
         net.input(name, dtype, [sizes.get(letter, letter) for letter in shape])
     if model.sliding and model.sliding.rope:
-        net.input(LOCAL_ROPE, "float32", [limits.max_seq_len, model.head_dim])
+        net.input(LOCAL_ROPE, "float32", [sizes["X"], model.head_dim])
     specs = weight_specs(model, tp)
     for spec in specs:
         net.weight(spec.name, spec.shape, spec.quantization, spec.sources)

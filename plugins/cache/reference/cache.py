@@ -48,7 +48,7 @@ class ReferenceCache(CountedCache):
         keys, values = rotate(self.step(layer), config, inputs, out)
         for row in self.step(layer).rows:
             rows = slice(row.start, row.start + row.new)
-            self.find(layer, row.slot).append(keys[rows], values[rows], row.prompt)
+            self.find(layer, row.slot).append(keys[rows], values[rows], row.prompt, row.repeat)
 
     def select(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
         """Let the retrieve role choose for every sequence that decodes."""
@@ -151,6 +151,8 @@ class ReferenceCache(CountedCache):
         """Evict and encode in every layer; what an allocate role measures is gathered from all layers first."""
         for row in rows[0]:
             layers = self._slots[row.slot]
+            for layer in layers:
+                layer.rewind()
             found = [layer.measure() for layer in layers]
             measures = None if found[0] is None else torch.stack([one for one in found if one is not None])
             for layer in layers:

@@ -53,7 +53,7 @@ class HeadCache(Cache):
     ) -> None:
         """Announce a step; pages[0] are the sequences' `HeadPages`."""
         self.join()
-        lengths = self.compactor.begin(new, seen, slots, prompts)
+        lengths = self.compactor.begin(new, seen, slots, prompts, self._repeats)
         self._step = [self._group(new, self.pool.longest(lengths), slots, [()] * len(slots), prompts, seen)]
         rows = self._step[0].rows
         self.pool.announce(rows, pages[0], lengths)
@@ -118,7 +118,7 @@ class HeadCache(Cache):
         for heads, keys, values in self.pool.parts(layer, b, config.num_q_heads):
             new, stored = row.new, keys.shape[1]
             parts.append((keys, None))
-            if (sparse := self.plan.sparse_prefill(new, stored)) is not None:
+            if (sparse := self.plan.sparse_prefill(new, stored)) is not None and row.repeat is None:
                 out[:, heads] = attend_blocks(load_prefill(sparse.meaning), query[:, heads], keys, values, config.scale, row.prompt - row.seen)
                 continue
             mask = torch.ones(new, stored, dtype=torch.bool, device=query.device).tril(stored - new) if new > 1 else None

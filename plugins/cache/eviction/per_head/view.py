@@ -97,6 +97,11 @@ class HeadView:
         return {name: self.pool.read(name, self.layer, self.b).float() for name in evict.token_state}
 
     @property
+    def repeated(self) -> Tensor | None:
+        """The highest scores [Hk, S] of all steps in which the prompt was repeated, None where it was not."""
+        return self.pool.repeated.get(self.pool.rows[self.b].slot, {}).get(self.layer)
+
+    @property
     def fresh(self) -> Tensor:
         """Which tokens [Hk, S] bool are new in this step."""
         index = torch.arange(self.at.stored, device=self.pool.device)
