@@ -13,10 +13,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from kvpress import AdaKVPress, ExpectedAttentionPress, KeyDiffPress, KnormPress, LagKVPress, SnapKVPress, StreamingLLMPress, TOVAPress
+from kvpress import AdaKVPress, ExpectedAttentionPress, KeyDiffPress, KnormPress, KVzipPress, LagKVPress, SnapKVPress, StreamingLLMPress, TOVAPress
 
 TOKENS, KV_HEADS, HEADS, DIM = 147, 2, 6, 16
-LAG, SINK = 16, 4
+LAG, SINK, PART, WORDS = 16, 4, 64, 9
 
 
 def attention(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -62,6 +62,30 @@ def by_head(k: torch.Tensor, v: torch.Tensor, count: int, probs: torch.Tensor) -
     return [one.nonzero()[:, 0].numpy().astype(np.int16) for one in stays]
 
 
+def repeated(layers: list[dict[str, torch.Tensor]], count: int, layerwise: bool) -> list[np.ndarray]:
+    """Return the indices that each head of each layer keeps where KVzip has a budget of so many tokens a head.
+
+    A request of WORDS tokens and a part has the newest of a layer's queries and keys [N, H, D] in place of its own, which are its prompt's as well.
+    """
+    config = SimpleNamespace(num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, _attn_implementation="sdpa")
+    modules = [SimpleNamespace(config=config, head_dim=DIM, layer_idx=index, q_proj=lambda hidden: hidden) for index in range(len(layers))]
+    press = KVzipPress(compression_ratio=1 - (count - 0.5 / (len(layers) * KV_HEADS)) / TOKENS, layerwise=layerwise, n_sink=SINK)
+    press.context_length, press.score_val = TOKENS, torch.zeros(len(layers), 1, KV_HEADS, TOKENS)
+    for press.start_idx in range(0, TOKENS, PART):
+        press.end_idx = min(press.start_idx + PART, TOKENS)
+        asked = WORDS + press.end_idx - press.start_idx
+        for module, own in zip(modules, layers, strict=True):
+            turns = torch.ones(1, asked, DIM), torch.zeros(1, asked, DIM)
+            keys = torch.cat([own["k"], own["k"][-asked:]]).transpose(0, 1)[None]
+            press.score_kvzip(module, own["q"][-asked:].flatten(1)[None], keys, keys, None, {"position_embeddings": turns})
+    press.compress_post(SimpleNamespace(model=SimpleNamespace(layers=[SimpleNamespace(self_attn=module) for module in modules])))
+    stays = torch.ones(len(layers), KV_HEADS, TOKENS, dtype=torch.bool)
+    for layer, module in enumerate(modules):
+        _, heads, tokens = module.masked_key_indices
+        stays[layer, heads, tokens] = False
+    return [one.nonzero()[:, 0].numpy().astype(np.int16) for one in stays.flatten(0, 1)]
+
+
 def main(target: Path) -> None:
     """Write inputs (fp16 numbers, computed with in fp32) and kept indices."""
     torch.manual_seed(20251105)
@@ -88,6 +112,9 @@ def main(target: Path) -> None:
         found[f"keydiff-{count}"] = kept(KeyDiffPress(), k, v, count)
         for head, own in enumerate(by_head(k, v, count, probs)):
             found[f"adakv-{count}-{head}"] = own
+        for name, layerwise in (("model", False), ("layer", True)):
+            for head, own in enumerate(repeated([{"q": q, "k": k}, {"q": q.flip(0), "k": v}], count, layerwise)):
+                found[f"kvzip-{name}-{count}-{head}"] = own
         for percent in (0, 2):
             found[f"expected_attention-{count}-{percent}"] = expected(q, k, v, count, percent / 100)
     with target.open("wb") as file:

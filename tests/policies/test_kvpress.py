@@ -13,10 +13,11 @@ from torch import Tensor
 from tests.policies.cases import view_of
 from trtkv.config import Rope
 from trtkv.policies.registry import role_class
+from trtkv.repeat import Repeat
 
 DATA = np.load(Path(__file__).parent / "data" / "kvpress.npz")
 Q, K, V = (torch.from_numpy(DATA[name]).float() for name in "qkv")
-RECORDED = [name for name in DATA.files if len(name) > 1 and not name.startswith("adakv")]
+RECORDED = [name for name in DATA.files if len(name) > 1 and not name.startswith(("adakv", "kvzip"))]
 
 
 def rotated(x: Tensor) -> Tensor:
@@ -66,3 +67,24 @@ def test_heads_share_a_budget_as_with_adakv(budget: int) -> None:
     assert sum(map(len, kept)) == 2 * budget and len(kept[0]) != len(kept[1])
     for head, mine in enumerate(kept):
         assert torch.equal(mine, torch.from_numpy(DATA[f"adakv-{budget}-{head}"]).long())
+
+
+@pytest.mark.parametrize("across", ["model", "layer"])
+@pytest.mark.parametrize("budget", [24, 60, 110])
+def test_all_heads_share_a_budget_as_with_kvzip(budget: int, across: str) -> None:
+    """Requests have their parts' and nine more of a layer's newest queries and keys, as they were recorded."""
+    evict, allocate = role_class("evict", "kvzip")(budget=budget, part=64), role_class("allocate", "adakv")(across=across, safeguard=0.0)
+    views = []
+    for queries, keys in ((Q, K), (Q.flip(0), V)):
+        whole, scores = keys.transpose(0, 1), torch.zeros(2, len(keys))
+        for part in evict.repeat().parts(len(keys)):
+            asked, own = 9 + len(part), slice(part.start, part.stop)
+            read = torch.cat([whole, whole[:, -asked:]], 1)
+            scores[:, own] = evict.repeated(queries[-asked:], read, 16**-0.5, Repeat(part.start, part.stop, len(keys)))
+        views.append(replace(view_of(keys, keys, queries), repeated=scores))
+    measures = torch.stack([allocate.measure(view, evict) for view in views])
+    tokens = evict.grants(allocate, 2, 2, len(K), measures).tokens
+    for layer, view in enumerate(views):
+        kept = evict.keep(replace(view, at=replace(view.at, budget=tokens[layer]))).kept
+        for head, mine in enumerate(kept):
+            assert torch.equal(mine, torch.from_numpy(DATA[f"kvzip-{across}-{budget}-{2 * layer + head}"]).long())
