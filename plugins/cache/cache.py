@@ -254,7 +254,7 @@ class Cache(Compared):
 
     def evicted(self, slot: int, seen: int) -> float:
         """Return the tokens of a sequence that are no longer stored, mean over layers and KV heads."""
-        return seen - self.ledger.mean_stored(slot, seen)
+        return max(0.0, seen - self.ledger.mean_stored(slot, seen))  # more are stored while a prompt is being repeated
 
     # Buffers
 

@@ -202,11 +202,29 @@ def test_an_engine_keeps_its_budget(llm: LLM) -> None:
     assert llm.stats.final_bytes == count.stored(40 + 11) + count.state(40 + 11)
 
 
-def test_a_cancelled_prompt_frees_everything(llm: LLM) -> None:
-    stream = llm.stream([list(range(180)), list(range(100))], LONG)
-    next(stream)
-    stream.close()
+@pytest.mark.parametrize("steps", range(1, 12))
+def test_a_cancelled_prompt_frees_everything(llm: LLM, steps: int) -> None:
+    call = llm.batcher.submit([list(range(180)), list(range(100))], [LONG] * 2)
+    for _ in range(steps):
+        llm.batcher.advance()
+    llm.batcher.cancel(call)
     assert llm.engine.pages.free == llm.engine.pages.num_pages and len(llm.engine.slots) == 2
+    assert llm.batcher.evicted_tokens >= 0
+    assert llm.generate([list(range(180))], LONG)[0].finish_reason == "length"
+
+
+def test_others_answer_while_a_prompt_is_repeated(llm: LLM) -> None:
+    """The first token of the repeated prompt comes before the pass, its second one after it; a step of each kind in turn."""
+    long = SamplingParams(max_tokens=40, ignore_eos=True)
+    events = [event.request for event in llm.stream([list(range(20)), list(range(180))], long)]
+    first, second = [place for place, request in enumerate(events) if request == 1][:2]
+    assert events[first + 1 : second].count(0) >= 6  # requests of 101 to 139 tokens in steps of up to 48
+
+
+def test_a_prompt_without_an_answer_is_not_repeated(llm: LLM) -> None:
+    before = llm.batcher.steps
+    llm.generate([list(range(180))], SamplingParams(max_tokens=1, ignore_eos=True))
+    assert llm.batcher.steps - before == 4
 
 
 def test_an_engine_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ class Options:
 class Engine:
     """An opened engine; slots are the free ones, why_torch says why TensorRT does not run it, if it does not; swap_bytes as in `Options`.
 
-    weights names those that it runs: their fingerprint, or "random".
+    weights names those that it runs: their fingerprint, or "random"; repeater requests prompts again, where the policy needs that.
     """
 
     manifest: Manifest
@@ -90,6 +90,7 @@ class Engine:
     swap_bytes: int | None = None
     adapters: Adapters = field(default_factory=Adapters)
     weights: str = "unknown"
+    repeater: Repeater | None = None
 
     @property
     def plan_unused(self) -> str | None:
@@ -190,8 +191,9 @@ def _open(directory: Path, options: Options, progress: Progress, part: Part | No
     slots = list(range(manifest.limits.max_batch_size - 1, -1, -1))
     # A cache in tensors has no pages; their number only limits it.
     pages = make_pages(num_pages if cache.uses_pages else num_pages[:1], plan.num_page_groups if cache.rows_have_pages else 0)
-    stepper = Stepper(executor, cache, manifest.limits, ropes, _repeater(directory, manifest, named))
-    return Engine(manifest, cache, stepper, pages, slots, why_torch, options.swap_bytes, adapters, named)
+    repeater = _repeater(directory, manifest, named)
+    stepper = Stepper(executor, cache, manifest.limits, ropes, repeater)
+    return Engine(manifest, cache, stepper, pages, slots, why_torch, options.swap_bytes, adapters, named, repeater)
 
 
 def _repeater(directory: Path, manifest: Manifest, weights: str) -> Repeater | None:

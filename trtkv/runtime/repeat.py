@@ -1,9 +1,9 @@
-"""Requests to repeat a prompt, where a policy evicts by what the model reads meanwhile: further rows of the step that completes the prompt."""
+"""Requests to repeat a prompt, where a policy evicts by what the model reads meanwhile: within the step that completes the prompt, or after it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from trtkv.config import Limits
 from trtkv.errors import EngineError
@@ -12,6 +12,28 @@ from trtkv.repeat import WORDS, Repeat, RepeatPlan
 from trtkv.runtime.rows import StepRow
 
 Encode = Callable[[str], Sequence[int]]
+
+
+@dataclass(slots=True)
+class Request:
+    """A request to repeat a part of a prompt of so many tokens, of which the first `fed` have been read."""
+
+    tokens: Sequence[int]
+    part: range
+    prompt: int
+    fed: int = 0
+
+    @property
+    def left(self) -> int:
+        """Tokens that have not been read."""
+        return len(self.tokens) - self.fed
+
+    def row(self, like: StepRow, count: int) -> StepRow:
+        """Return the row of so many more tokens of a sequence, which counts them as read."""
+        tokens, seen = self.tokens[self.fed : self.fed + count], self.prompt + self.fed
+        self.fed += count
+        of = Repeat(self.part.start, self.part.stop, self.prompt, not self.left, not self.left and self.part.stop == self.prompt)
+        return replace(like, tokens=tokens, seen=seen, logits_of=(), prompt=self.prompt, repeat=of)
 
 
 class Repeater:
@@ -36,8 +58,15 @@ class Repeater:
             raise EngineError(f"the words that request a prompt again are {words} tokens, and {WORDS} are set aside", "Choose another policy.")
         self._prompts: dict[int, list[int]] = {}  # by slot, as far as they have been read
 
+    def requests(self, prompt: Sequence[int]) -> Iterator[Request]:
+        """Yield what has a complete prompt repeated, nothing where it is too short for that."""
+        for part in self._plan.parts(len(prompt)):
+            before = prompt[max(0, part.start - self._plan.overlap) : part.start]
+            tokens = [*(self._later if part.start else self._first), *before, *self._end, *prompt[part.start : part.stop]]
+            yield Request(tokens, part, len(prompt))
+
     def rows(self, row: StepRow) -> Iterator[StepRow]:
-        """Yield what follows a row that has been read: the requests to repeat its prompt, where it completes one that is to be repeated."""
+        """Yield what follows a row that has been read: the requests to repeat its prompt, where it completes one and they are not to follow later."""
         prompt = row.seen + len(row.tokens) if row.prompt is None else row.prompt
         if row.seen == 0:
             self._prompts[row.slot] = []
@@ -47,19 +76,10 @@ class Repeater:
         read += row.tokens
         if len(read) < prompt:
             return
-        for part in self._plan.parts(prompt):
-            request = self._request(read, part)
-            place = 0
-            for size in evenly(len(request), self._chunk):
-                ends = place + size == len(request)
-                of = Repeat(part.start, part.stop, prompt, ends, ends and part.stop == prompt)
-                yield replace(row, tokens=request[place : place + size], seen=prompt + place, logits_of=(), prompt=prompt, repeat=of)
-                place += size
+        for request in () if row.later else self.requests(read):
+            for size in evenly(len(request.tokens), self._chunk):
+                yield request.row(row, size)
         del self._prompts[row.slot]
-
-    def _request(self, prompt: Sequence[int], part: range) -> list[int]:
-        before = prompt[max(0, part.start - self._plan.overlap) : part.start]
-        return [*(self._later if part.start else self._first), *before, *self._end, *prompt[part.start : part.stop]]
 
 
 def evenly(tokens: int, most: int) -> Iterator[int]:

@@ -67,7 +67,7 @@ class ClaimScheduler(Scheduler, Generic[Held]):
         super().stored(sequence)
         claim = self._reserved[sequence]
         claim.pages = self._cut_back(sequence, claim.pages)
-        if sequence.seen == sequence.num_prompt:
+        if sequence.seen == sequence.num_prompt and not sequence.requests:
             claim.most = self._shrinking.pages_to_end(sequence.slot, sequence.max_tokens)
 
     def pages_of(self, one: Running) -> Held:
@@ -233,9 +233,9 @@ class HeadReservingScheduler(ClaimScheduler[HeadPages]):
         self._pool.give(pages)
 
     def _beside(self, one: Running, count: int) -> int:
-        """Return the tokens that a step of so many new ones stores beside them: those of a request to repeat the prompt that it completes."""
-        completes = one.seen < one.num_prompt == one.seen + count
-        return self.plan.positions(one.num_prompt) - one.num_prompt if completes else 0
+        """Return the tokens that a step of so many new ones stores beside them: of the requests to repeat a prompt that it completes and reads."""
+        reads = one.at_once and one.seen < one.num_prompt == one.seen + count
+        return self.plan.positions(one.num_prompt) - one.num_prompt if reads else 0
 
     def _prepare(self, one: Running, count: int) -> int:
         """Take the pages of the next tokens."""

@@ -48,7 +48,8 @@ class StepRow:
 
     pages are one list for all page groups, or a list of one for each, or those of KV heads that have their own. logits_of counts from the first new
     token; empty while a prompt is not finished. prompt is the length of the whole prompt, by default what there is once these tokens are in. adapter
-    is the number of the LoRA adapter that computes it, -1 for none; repeat says what the tokens repeat, where they are of a request to do so.
+    is the number of the LoRA adapter that computes it, -1 for none; repeat says what the tokens repeat, where they are of a request to do so. later
+    says that such requests follow in rows of other steps, where a policy has the prompt repeated that this row completes.
     """
 
     tokens: Sequence[int]
@@ -59,3 +60,4 @@ class StepRow:
     prompt: int | None = None
     adapter: int = -1
     repeat: Repeat | None = None
+    later: bool = False

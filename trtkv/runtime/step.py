@@ -3,7 +3,7 @@
 The scheduler says which sequences take part and with how many new tokens; the step announces to the cache where their tokens are stored,
 fills the engine's inputs, and runs the graph once. Decode is the case of one new token each, prefill of a chunk; they take turns.
 `run` returns logits; `launch` chooses the next tokens on the device as well, where the next step finds them before the host does. Where a policy
-has prompts repeated, a step that completes one goes on until it has been.
+has prompts repeated, a step that completes one goes on until it has been, unless its row says that this is for later steps.
 """
 
 from __future__ import annotations
