@@ -184,7 +184,7 @@ def test_several_tokens_after_a_ring(name: str, tiny_llama: TinyModel, tmp_path:
     assert not pool.rings.data[0].any(), "a prompt would be stored in the rings of the sequence before"
 
 
-@pytest.mark.parametrize("name", ["razor", "shares, snapkv", "shares, h2o"])
+@pytest.mark.parametrize("name", ["razor", "shares, snapkv", "shares, h2o", "kvzip"])
 def test_kernels_keep_what_the_definition_keeps(name: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     texts = prompts(75, 61)
@@ -200,7 +200,7 @@ def test_kernels_keep_what_the_definition_keeps(name: str, tiny_llama: TinyModel
 
 
 @on_cpu
-@pytest.mark.parametrize("name", ["razor", "shares, snapkv"])
+@pytest.mark.parametrize("name", ["razor", "shares, snapkv", "kvzip"])
 def test_all_kernels_together_answer_as_the_torch_forms(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Append in the interpreter, decode attention from its CUDA source, moves in the interpreter; prompts by the library's stand-in."""
     pytest.importorskip("triton")
