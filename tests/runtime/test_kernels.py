@@ -24,6 +24,7 @@ POLICIES = {
     "fier": ("retrieve.budget=64",),
     "fier+mean": ("retrieve.budget=64", "retrieve.pooling=mean"),
     "fier+none": ("retrieve.budget=64", "retrieve.pooling=none", "retrieve.dense_layers=1"),
+    "fier+anchors": ("retrieve.budget=64", "retrieve.anchors=2", "retrieve.dense_layers=1"),
     "quest": ("retrieve.budget=64",),
     "quest+none": ("retrieve.budget=64", "retrieve.pooling=none"),
     "quest+small pages": ("retrieve.budget=64", "retrieve.page=8", "retrieve.dense_layers=0"),

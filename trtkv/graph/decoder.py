@@ -47,12 +47,19 @@ def build_decoder(model: ModelConfig, plan: CachePlan, limits: Limits, tp: int =
     for spec in specs:
         net.weight(spec.name, spec.shape, spec.quantization, spec.sources)
 
+    selections: dict[int, str] = {}
+
     def attention(layer: int, qkv: str) -> str:
         at, number = f"layers.{layer}", plan.number_of(layer)
         config, rope = op_config(model, plan, number), LOCAL_ROPE if plan.slides(number) and model.sliding and model.sliding.rope else "rope"
         norms = [f"{at}.q_norm", f"{at}.k_norm"] if model.qk_norm else []
         q = net.plugin(APPEND, [qkv, "positions", *SEQUENCES, rope, "state", *norms], f"{at}.query", number, config)
-        selection = [net.plugin(SELECT, [q, *SEQUENCES, "state"], f"{at}.selection", number, config)] if config.select_width else []
+        select, selection = None if plan.slides(number) else plan.select[number], []
+        if select is not None:
+            anchor = number if select.reuses is None else select.reuses
+            if anchor == number:
+                selections[number] = net.plugin(SELECT, [q, *SEQUENCES, "state"], f"{at}.selection", number, config)
+            selection.append(selections[anchor])
         return net.plugin(ATTEND, [q, *SEQUENCES, "state", *selection], f"{at}.attended", number, config)
 
     def added(layer: int, part: str, name: str) -> str:

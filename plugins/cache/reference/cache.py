@@ -62,10 +62,13 @@ class ReferenceCache(CountedCache):
 
     def attend(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
         """Attend to what is stored or chosen, and count what is read."""
+        plan = self.plan.select[layer]
         for row in self.step(layer).rows:
             rows = slice(row.start, row.start + row.new)
             query = inputs[0][rows].unflatten(1, (config.num_q_heads, config.head_dim))
             cache = self.find(layer, row.slot)
+            if plan is not None and plan.reuses is not None:
+                cache.chosen = self.find(plan.reuses, row.slot).chosen
             out[rows].unflatten(1, query.shape[1:]).copy_(cache.attend(query))
             if row.answers:
                 self.read_tokens += cache.read_tokens / self.plan.all_layers

@@ -87,6 +87,11 @@ class LayerCache:
         return evict is not None and not (evict.prompt_only and self.decoding)
 
     @property
+    def _chooses(self) -> bool:
+        """Whether the layer itself chooses what its decode queries read."""
+        return self.roles.retrieve is not None and self.roles.retrieve.anchor_of(self.layer) == self.layer
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         """Stored tokens of each head."""
         return tuple(map(len, self.heads))
@@ -108,7 +113,7 @@ class LayerCache:
         role, stored = self.roles.retrieve, len(self.heads[0])
         query, self.chosen, previous = query.float(), None, self.previous
         self.previous = query.clone() if self.decoding else None  # it may be only lent
-        if role is None or self.layer < role.dense_layers or stored <= role.budget:
+        if role is None or not self._chooses or stored <= role.budget:
             return None
         plan = role.select_plan()
         asking = speculative_query(role, query, previous, self.num_kv_heads)
@@ -210,7 +215,7 @@ class LayerCache:
     def _summarize(self) -> None:
         """Summarize the groups of tokens that have closed since the last time."""
         role = self.roles.retrieve
-        if role is None or self.layer < role.dense_layers:
+        if role is None or not self._chooses:
             return
         closed = len(self.heads[0]) // role.summary_group * role.summary_group
         if closed > self.summarized:

@@ -52,15 +52,19 @@ class Emitter:
 
     def __init__(self, surface: Surface, model: ModelConfig, plan: CachePlan) -> None:
         self.surface, self.model, self.plan, self.recorder = surface, model, plan, Recorder()
+        self.selections: dict[int, Any] = {}
 
     def attention(self, layer: int, qkv: Any, step: Mapping[str, Any], norms: Sequence[Any]) -> Any:
         """Add one layer's nodes: packed projections [T, (Hq + 2 Hk) D] in, attended [T, Hq D] out; step holds the tensors of a step by name."""
         sequence = [step[name] for name in SEQUENCES]
         at = f"layers.{layer}"
         query = self._node(APPEND, [qkv, step["positions"], *sequence, step["rope"], step["state"], *norms], f"{at}.query", layer)
-        selection = []
-        if self.plan.select[layer]:
-            selection.append(self._node(SELECT, [query, *sequence, step["state"]], f"{at}.selection", layer))
+        select, selection = self.plan.select[layer], []
+        if select is not None:
+            anchor = layer if select.reuses is None else select.reuses
+            if anchor == layer:
+                self.selections[layer] = self._node(SELECT, [query, *sequence, step["state"]], f"{at}.selection", layer)
+            selection.append(self.selections[anchor])
         return self._node(ATTEND, [query, *sequence, step["state"], *selection], f"{at}.attended", layer)
 
     def _node(self, face: OpFace, inputs: Sequence[Any], name: str, layer: int) -> Any:
