@@ -301,7 +301,7 @@ class CachePlan:
         """Return the plan as JSON-ready data; `from_json` reads it back equal."""
         data = dict(json.loads(json.dumps(asdict(self))))
         places = [("prefill", data), ("sliding", data), ("by_chunk", data["quantize"])]
-        places += [(name, one) for name in ("top_p", "reuses") for one in data["select"]]
+        places += [(name, one) for name in ("top_p", "reuses", "heads") for one in data["select"]]
         for name, where in places:
             if where and (where[name] is None or where[name] is False):
                 del where[name]  # so that plans from before there were such have the hash that they had

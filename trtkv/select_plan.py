@@ -27,7 +27,7 @@ class SelectPlan:
     Tokens after the last multiple of group have no summary yet and are always attended. speculative roles may select with the previous
     step's query, unless the cosine of the two is below tau; forces says that the role names units that every query reads, `outliers` of them; shared
     that all heads of a layer read the same units; top_p says which share of the estimated attention is enough, whatever the budget; reuses names the
-    layer whose choice this one reads, KV head by KV head, in place of its own.
+    layer whose choice this one reads in place of its own, and heads which of that layer's KV heads each of its own reads, None for the same ones.
     """
 
     meaning: Meaning
@@ -45,6 +45,7 @@ class SelectPlan:
     shared: bool = False
     top_p: float | None = None
     reuses: int | None = None
+    heads: tuple[int, ...] | None = None
 
     @property
     def width(self) -> int:

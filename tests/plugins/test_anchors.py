@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ from trtkv.runtime.step import Stepper
 from trtkv.runtime.weight import Weight
 
 SETS = ("retrieve.budget=64", "retrieve.dense_layers=1")
+HEADS = ([], [], [1, 0], [], [1, 1])  # whose choice the KV heads of five layers read
 MODEL = ModelConfig(
     model_type="llama", hidden_size=384, intermediate_size=32, num_layers=6, num_q_heads=6, num_kv_heads=2, head_dim=64, vocab_size=8, dtype="float16"
 )
@@ -70,9 +72,18 @@ def test_only_anchors_store_summaries(policy: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("policy", ["fier", "quest", "freekv", "fier+kivi"])
-def test_attention_is_over_the_anchors_list(policy: str, tiny: TinyModel, tmp_path: Path) -> None:
-    sets = [*SETS, "retrieve.anchors=2", *(["retrieve.sink=4", "retrieve.window=8", "retrieve.page=16"] if policy == "freekv" else [])]
+@pytest.mark.parametrize(
+    ("policy", "heads"), [("fier", ()), ("quest", ()), ("quest", HEADS), ("freekv", ()), ("fier+kivi", HEADS), ("fier retrieve.pooling=none", HEADS)]
+)
+def test_attention_is_over_the_anchors_list(policy: str, heads: tuple[list[int], ...], tiny: TinyModel, tmp_path: Path) -> None:
+    policy, *more = policy.split()
+    sets = [
+        *SETS,
+        *more,
+        "retrieve.anchors=2",
+        f"retrieve.heads={json.dumps(heads)}",
+        *(["retrieve.sink=4", "retrieve.window=8", "retrieve.page=16"] if policy == "freekv" else []),
+    ]
     rig = make_rig(tiny, policy, tmp_path, sets=tuple(sets), slots=1)
     tokens = torch.arange(110) * 7 % 250
     rig.feed(tokens[:100])
@@ -86,6 +97,9 @@ def test_attention_is_over_the_anchors_list(policy: str, tiny: TinyModel, tmp_pa
             units = [row[: row[-1]] for row in taps[f"layers.{anchor}.selection"][0].tolist()]
             lists = [[token for one in row for token in range(one * unit, (one + 1) * unit) if token <= seen] for row in units]
             assert all(0 < len(row) < seen for row in lists)
+            if heads and heads[layer]:
+                each = len(lists) // 2
+                lists = [lists[head * each + one] for head in heads[layer] for one in range(each)]
             row = rig.cache.step(layer).rows[0]
             keys, values = rig.cache.read(layer, row)
             expected = attend(taps[f"layers.{layer}.query"][0].view(6, 16).double(), keys.double(), values.double(), config, lists)
@@ -95,7 +109,7 @@ def test_attention_is_over_the_anchors_list(policy: str, tiny: TinyModel, tmp_pa
 @torch.no_grad()
 @pytest.mark.parametrize("policy", ["fier", "quest"])
 def test_the_reference_reads_the_same(policy: str, tiny: TinyModel, tmp_path: Path) -> None:
-    rig = make_rig(tiny, policy, tmp_path, sets=(*SETS, "retrieve.anchors=[2,3]"), slots=1)
+    rig = make_rig(tiny, policy, tmp_path, sets=(*SETS, "retrieve.anchors=[2,3]", f"retrieve.heads={json.dumps(HEADS)}"), slots=1)
     reference = ReferenceCache(rig.plan, rig.cache.num_pages, 1)
     weights = {name: one for name, one in rig.executor._bound.items() if isinstance(one, Weight)}
     executor = TorchExecutor(rig.graph, weights, reference)
@@ -183,6 +197,9 @@ def test_what_does_not_work_is_refused_in_a_line() -> None:
         lower("fier", [2, 6])
     with pytest.raises(ConfigError, match=r"retrieve\.anchors = 0"):
         lower("fier", 0)
+    for heads in ([[0, 1]], [[]] * 5 + [[0, 2]], [[]] * 5 + [[0]]):
+        with pytest.raises(ConfigError, match="is no table of 2 KV heads for each of 6 layers"):
+            lower("fier", 2, f"retrieve.heads={heads}")
     with pytest.raises(PolicyConflict, match="layers read what others chose, and evict role 'snapkv' leaves each its own tokens"):
         parse_policy("snapkv+fier", sets=["retrieve.anchors=2"])
     with pytest.raises(ConfigError, match="lets layers read what others chose"):

@@ -325,7 +325,7 @@ class Retrieve(Role):
     the newest one always; dense_layers: first layers that read everything; pooling: how the query heads of a group agree on one selection ("none":
     every query head selects for itself); top_p: share of the estimated attention that is enough, within the budget (Twilight, arXiv 2502.02770);
     anchors: layers that choose, while those up to the next read the same of their own tokens, every so many-th layer or these (Kascade, arXiv
-    2512.16391).
+    2512.16391); heads: for each layer, whose choice its KV heads read among those of its anchor, the same ones' where there is none.
     """
 
     kind: ClassVar[Kind] = "retrieve"
@@ -338,6 +338,7 @@ class Retrieve(Role):
     pooling: Pooling = "softmax-mean"
     top_p: float | None = Field(None, gt=0.0, lt=1.0)
     anchors: Annotated[int, Field(ge=1)] | tuple[int, ...] = 1
+    heads: tuple[tuple[int, ...], ...] = ()
 
     def anchor_of(self, layer: int) -> int | None:
         """Return the layer that chooses what a layer reads: itself or one before it, the first that selects at least; None where all is read."""

@@ -143,11 +143,13 @@ class Policy(BaseModel):
         buffers = [BufferSpec(name, head, "P Hk N D", model.dtype, every) for name in ("keys", "values")]
         select: list[SelectPlan | None] = [None] * model.num_layers
         if retrieve:
-            check_anchors(self.name, retrieve, model.num_layers)
+            check_anchors(self.name, retrieve, model)
             anchors = {layer: anchor for layer in every if (anchor := retrieve.anchor_of(layer)) is not None}
             buffers += retrieve.buffers(model, page_size, tuple(layer for layer, anchor in anchors.items() if layer == anchor))
             for layer, anchor in anchors.items():
-                select[layer] = replace(retrieve.select_plan(), reuses=None if layer == anchor else anchor)
+                own = retrieve.select_plan()
+                heads = retrieve.heads[layer] or None if retrieve.heads else None
+                select[layer] = own if layer == anchor else replace(own, reuses=anchor, heads=heads)
         for role in (self.allocate, self.evict, quantize):
             buffers += role.buffers(model, page_size, every) if role else ()
         made = CachePlan(
@@ -213,12 +215,19 @@ def check_budget(name: str, role: Retrieve) -> None:
         )
 
 
-def check_anchors(name: str, role: Retrieve, num_layers: int) -> None:
-    """Raise ConfigError for anchors that are none of the layers."""
+def check_anchors(name: str, role: Retrieve, model: ModelConfig) -> None:
+    """Raise ConfigError for anchors that are none of the layers, and for heads that these have not."""
+    num_layers, num_heads = model.num_layers, model.num_kv_heads
     beyond = [] if isinstance(role.anchors, int) else [one for one in role.anchors if not 0 <= one < num_layers]
     if beyond:
         raise ConfigError(
             f"retrieve.anchors of '{name}' names layer {beyond[0]}, and the policy acts on {num_layers}", f"Name layers from 0 to {num_layers - 1}."
+        )
+    fits = all(not own or (len(own) == num_heads and all(0 <= one < num_heads for one in own)) for own in role.heads)
+    if role.heads and (len(role.heads) != num_layers or not fits):
+        raise ConfigError(
+            f"retrieve.heads of '{name}' is no table of {num_heads} KV heads for each of {num_layers} layers",
+            "Give a list of lists, [] for the same heads.",
         )
 
 

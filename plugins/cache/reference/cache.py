@@ -69,6 +69,8 @@ class ReferenceCache(CountedCache):
             cache = self.find(layer, row.slot)
             if plan is not None and plan.reuses is not None:
                 cache.chosen = self.find(plan.reuses, row.slot).chosen
+                if plan.heads is not None and cache.chosen is not None:
+                    cache.chosen = cache.chosen.unflatten(0, (config.num_kv_heads, -1))[list(plan.heads)].flatten(0, 1)
             out[rows].unflatten(1, query.shape[1:]).copy_(cache.attend(query))
             if row.answers:
                 self.read_tokens += cache.read_tokens / self.plan.all_layers

@@ -61,6 +61,8 @@ class Emitter:
         query = self._node(APPEND, [qkv, step["positions"], *sequence, step["rope"], step["state"], *norms], f"{at}.query", layer)
         select, selection = self.plan.select[layer], []
         if select is not None:
+            if select.heads is not None:
+                raise BuildError("TensorRT-LLM's layers read what the same KV heads of others chose", "Leave retrieve.heads out.")
             anchor = layer if select.reuses is None else select.reuses
             if anchor == layer:
                 self.selections[layer] = self._node(SELECT, [query, *sequence, step["state"]], f"{at}.selection", layer)
