@@ -1,4 +1,4 @@
-"""Finds layers that should choose what the layers after them read, and whose KV heads' choice these should read (`retrieve.anchors`, `retrieve.heads`).
+"""Finds layers that should choose what those after them read, and whose KV heads' choice these should read (`retrieve.anchors`, `retrieve.heads`).
 
     python build_scripts/calibrate_anchors.py smollm2-135m --anchors 7,14
 

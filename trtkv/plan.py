@@ -42,7 +42,7 @@ Storage = Literal["paged", "compacted", "per_head", "mixed", "encoded", "once", 
 class EvictPlan:
     """What the runtime must know to let a layer evict.
 
-    needs names what the role, or the allocate role that serves it, reads besides keys and values (attention_mass, attention_newest, last_queries);
+    needs names what the role, or the allocate role that serves it, reads besides keys and values (`OBSERVED` of the policies' capabilities);
     observe_window is the number of queries stored for them; token_state maps the role's numbers per stored token to their dtype; paged says that
     all KV heads of a layer store equally many tokens, which integers alone determine, so that the cache can lie in pages; ragged that heads store
     as many as they are granted and integers say how many once that is known, so that every head can have its own pages; prompt_only that nothing
@@ -138,7 +138,8 @@ class CacheView:
     more where another role requests more); mass [Hq, S] attention probability that each token received from all queries so far; newest [Hq, S]
     probabilities of the newest query; state: the role's numbers [Hk, S] by name, zero for tokens that are new in this step. What the role does
     not need is None. num_layers layers are shown at once to a role that takes several: their heads are concatenated. received tells what
-    each stored token [Hq, S] received from the newest so many queries where a kernel counts that, else None.
+    each stored token [Hq, S] received from the newest so many queries where a kernel counts that, else None; projection returns the matrices
+    [Hq, D, E] that the heads' outputs are multiplied by, None where no model runs.
     """
 
     at: Occupancy
@@ -152,6 +153,7 @@ class CacheView:
     state: Mapping[str, Tensor] = field(default_factory=dict)
     num_layers: int = 1
     received: Callable[[int], Tensor | None] = lambda window: None
+    projection: Callable[[], Tensor | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,7 +213,7 @@ class CachePlan:
         if isinstance(evict.rule, Blend) and isinstance(quantize.encoding, PerToken):
             return "reference" if "allocate" in self.roles else "replaced"
         if evict.prompt_only:
-            return "reference" if evict.token_state or "attention_newest" in evict.needs else "once"
+            return "reference" if evict.token_state or {"attention_newest", "output_projection"} & {*evict.needs} else "once"
         if evict.token_state or evict.queries or evict.needs or quantize.flush_first:
             return "reference"
         alone = isinstance(evict.rule, Lag) and isinstance(quantize.encoding, Float8) and "allocate" not in self.roles

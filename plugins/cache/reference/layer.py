@@ -6,7 +6,7 @@ about lengths follow from integers that the host knows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -47,7 +47,7 @@ class Roles:
 class LayerCache:
     """The cache of one layer and sequence: Hk heads of possibly different lengths.
 
-    empty [0, D] gives dtype and device; group is G; scale is attention's.
+    empty [0, D] gives dtype and device; group is G; scale is attention's; projection as in a `CacheView`.
     """
 
     roles: Roles
@@ -57,6 +57,7 @@ class LayerCache:
     group: int
     empty: Tensor
     scale: float
+    projection: Callable[[], Tensor | None] = lambda: None
     heads: list[HeadStore] = field(default_factory=list)
     summary: dict[str, Tensor] = field(default_factory=dict)
     summarized: int = 0
@@ -237,6 +238,7 @@ class LayerCache:
             mass=self._per_query("mass") if "attention_mass" in needs else None,
             newest=self._per_query("newest") if "attention_newest" in needs else None,
             state={name: _stack([store.state[name] for store in self.heads]) for name in state},
+            projection=self.projection,
         )
 
     def _per_query(self, name: str) -> Tensor:

@@ -51,6 +51,8 @@ class Emitter:
     """Adds the plugin nodes of one model; what fails in their callbacks is raised where the node is added."""
 
     def __init__(self, surface: Surface, model: ModelConfig, plan: CachePlan) -> None:
+        if plan.evict is not None and "output_projection" in plan.evict.needs:
+            raise BuildError(f"the policy '{plan.policy}' reads output projections, which lie in TensorRT's plan", "Build with trtkv build alone.")
         self.surface, self.model, self.plan, self.recorder = surface, model, plan, Recorder()
         self.selections: dict[int, Any] = {}
 

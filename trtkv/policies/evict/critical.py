@@ -1,0 +1,58 @@
+"""CriticalKV: what a layer makes of a token's value counts beside its attention (arXiv 2502.03805, algorithm 1, as in kvpress).
+
+A head keeps the best share `first` of its tokens by attention alone, and of the others those whose attention times the L1 norm of their value through
+the output projection is largest, mean over the group. Attention is what Expected Attention (arXiv 2510.00636) expects, as the paper's method goes
+with any scores; AdaKV shares budgets out by it alone. kvpress keeps all tokens of AdaKV's safeguard by attention: of heads with less than it, here
+the share. Where no model runs (`simulate`), values themselves count.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from trtkv.lazy import Tensor, torch
+from trtkv.plan import CacheView
+from trtkv.policies.base import ROUND_OFF
+from trtkv.policies.evict.expected_attention import MOST_ELEMENTS, ExpectedAttention
+from trtkv.ranking import group_mean
+
+
+class Critical(ExpectedAttention):
+    """Keep what queries to come are expected to attend to and what the output projection makes most of; evicts once.
+
+    first: share of a head's tokens, sink included, that stay by attention alone; epsilon: added to a weight before it is multiplied by the norm.
+    """
+
+    source: ClassVar[str] = "CriticalKV, arXiv 2502.03805"
+    takes_layers: ClassVar[bool] = False
+    needs: ClassVar[frozenset[str]] = frozenset({"last_queries", "output_projection"})
+    first: float = Field(0.5, ge=0.0, le=1.0)
+    epsilon: float = Field(1e-4, ge=0.0)
+
+    def scores(self, view: CacheView) -> Tensor:
+        """Return expected weights [Hk, S]; the sink's are zero."""
+        return self.weights(view)
+
+    def ranks(self, view: CacheView) -> Tensor:
+        """Return weights times norms [Hk, S], infinite for those that stay by their weights."""
+        weights = self.weights(view)
+        granted = torch.tensor([int(self.first * budget + ROUND_OFF) - self.sink for budget in self.granted(view.at)], device=weights.device)
+        place = weights[:, self.sink :].argsort(dim=-1, descending=True, stable=True).argsort(-1)
+        ranked = (weights + self.epsilon) * projected_norms(view)
+        ranked[:, self.sink :].masked_fill_(place < granted[:, None], torch.inf)
+        return ranked
+
+
+def projected_norms(view: CacheView) -> Tensor:
+    """Return the L1 norms of values through the output projection [Hk, S], mean over the group."""
+    projection = view.projection()
+    if projection is None:
+        return view.values.abs().sum(-1)
+    heads, norms = len(view.values), []
+    values = view.values.repeat_interleave(len(projection) // heads, 0)
+    for own, matrix in zip(values, projection, strict=True):
+        parts = own.split(max(1, MOST_ELEMENTS // matrix.shape[1]))
+        norms.append(torch.cat([(part @ matrix.float()).abs().sum(-1) for part in parts]))
+    return group_mean(torch.stack(norms), heads)
