@@ -1,6 +1,7 @@
 """Finds layers that should choose what those after them read, and whose KV heads' choice these should read (`retrieve.anchors`, `retrieve.heads`).
 
     python build_scripts/calibrate_anchors.py smollm2-135m --anchors 7,14
+    python build_scripts/calibrate_anchors.py smollm2-135m --anchors 14 --policy fier-sink --out anchors.toml    # for --policy anchors.toml
 
 Texts of the model's own tasks are run with the whole cache. How well one layer's choice serves another is the share of the other's attention, of a
 text's last queries, that lies on the exact best tokens of the one; a KV head reads the choice of the anchor's head that serves it best. Anchors are
@@ -13,6 +14,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import torch
 from quality_cells import Cell, Model, samples_of
@@ -21,6 +23,8 @@ from torch import Tensor
 from trtkv.eval.attention import Recorded, record
 from trtkv.eval.decoding import Given
 from trtkv.eval.teacher_forcing import tokens_of
+from trtkv.policies.registry import parse_policy
+from trtkv.policies.written import write_policy
 
 QUERIES = 16  # last queries of a text that count
 
@@ -37,6 +41,8 @@ def main() -> None:
     parser.add_argument("--tasks", default="passkey,needle")
     parser.add_argument("--seed", type=int, default=5)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--policy", default="fier-sink")
+    parser.add_argument("--out", type=Path, help="the policy's file, with the last number of anchors")
     options = parser.parse_args()
     model = Model(options.model, options.device, "float32", options.length, 1)
     found = [served(seen, options.budget) for seen in texts(model, options)]
@@ -53,7 +59,10 @@ def main() -> None:
         anchors = best_anchors(best, count, first)
         heads = [own_heads(shares, anchors, layer) for layer in range(layers)]
         reached = sum(float(best[anchor_of(anchors, layer), layer]) for layer in range(first, layers)) / (layers - first)
-        print(f"{count} anchors, {reached:.3f}: --set 'retrieve.anchors={json.dumps(anchors)}' --set 'retrieve.heads={json.dumps(heads)}'")
+        sets = [f"retrieve.anchors={json.dumps(anchors)}", f"retrieve.heads={json.dumps(heads)}"]
+        print(f"{count} anchors, {reached:.3f}: " + " ".join(f"--set '{one}'" for one in sets))
+        if options.out is not None:
+            options.out.write_text(write_policy(parse_policy(options.policy, sets=sets), f"{options.model}: {count} anchors"), encoding="utf-8")
 
 
 def texts(model: Model, options: argparse.Namespace) -> Iterator[Recorded]:

@@ -187,7 +187,7 @@ class _Step:
             self.single.update(node.output if single else ())
             return
         if node.op_type == "Gather" and node.input[1] in shadow._constants:  # lists of a selection in another order
-            value = self.taps[node.input[0]].cpu()[:, torch.from_numpy(shadow._constants[node.input[1]]).long()]
+            value = self.taps[node.input[0]].cpu()[:, self._argument(node.input[1], {}, shadow.wide)]
             self.exact[node.output[0]], self.narrow[node.output[0]] = value, value
             return
         if node.op_type == "Gather":
