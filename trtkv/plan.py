@@ -19,7 +19,10 @@ from trtkv.buffers import SlidingPlan as SlidingPlan
 from trtkv.config import DTYPE_BYTES
 from trtkv.errors import EngineError
 from trtkv.repeat import RepeatPlan as RepeatPlan
-from trtkv.rules import Blend, Encoding, EvictRule, Float8, Lag, PerToken, PrefillRule, Summary
+from trtkv.rules import Blend, Encoding, EvictRule, Float8, Lag, PerToken, PrefillRule
+from trtkv.select_plan import Meaning as Meaning
+from trtkv.select_plan import Pooling as Pooling
+from trtkv.select_plan import SelectPlan as SelectPlan
 from trtkv.view import CacheView as CacheView
 from trtkv.view import Occupancy as Occupancy
 from trtkv.view import Phase as Phase
@@ -29,7 +32,6 @@ BOOKKEEPING = ("positions", "last_queries")  # buffers of a cache that is evicte
 FORMAT = 2  # raised whenever a plan of the previous format can no longer be read
 ADDRESSES = 16  # the address table has room for a multiple of so many buffers a layer, so that its length is that of other policies
 
-Pooling = Literal["softmax-mean", "softmax-max", "mean", "max", "none"]
 # Where tokens lie. In pages in full precision: all tokens (paged), what is left of them where layers store equally many in every head (compacted), or
 # where each KV head has its own pages (per_head); beside codes in pages of the same pool (mixed). In pages of codes: all tokens (encoded), what is
 # left of a prompt (once), those that will never be evicted (windowed), single tokens that later ones replace (replaced) or that move up when others
@@ -38,53 +40,10 @@ Storage = Literal["paged", "compacted", "per_head", "mixed", "encoded", "once", 
 
 
 @dataclass(frozen=True, slots=True)
-class Meaning:
-    """A role by import path (`module:Class`) with its fields."""
-
-    role: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class SelectPlan:
-    """How a layer chooses what a decode query reads.
-
-    budget counts the attended tokens of one KV head, with sink, window and open group; unit is 1 (tokens) or the page.
-    Tokens after the last multiple of group have no summary yet and are always attended. speculative roles may select with the previous
-    step's query, unless the cosine of the two is below tau; forces says that the role names units that every query reads, `outliers` of them; shared
-    that all heads of a layer read the same units; top_p says which share of the estimated attention is enough, whatever the budget.
-    """
-
-    meaning: Meaning
-    budget: int
-    sink: int
-    window: int
-    unit: int
-    group: int
-    pooling: Pooling
-    speculative: bool = False
-    forces: bool = False
-    summary: Summary | None = None
-    tau: float | None = None
-    outliers: int = 0
-    shared: bool = False
-    top_p: float | None = None
-
-    @property
-    def width(self) -> int:
-        """Units that a selection holds for one head, forced ones included."""
-        return -(-self.budget // self.unit)
-
-    def reads(self, stored: int) -> int:
-        """Tokens that a decode query reads of so many stored ones, per KV head, at most."""
-        return min(stored, self.width * self.unit) if stored > self.budget else stored
-
-
-@dataclass(frozen=True, slots=True)
 class EvictPlan:
     """What the runtime must know to let a layer evict.
 
-    needs names what the role, or the allocate role that serves it, reads besides keys and values (attention_mass, attention_newest, last_queries);
+    needs names what the role, or the allocate role that serves it, reads besides keys and values (`OBSERVED` of the policies' capabilities);
     observe_window is the number of queries stored for them; token_state maps the role's numbers per stored token to their dtype; paged says that
     all KV heads of a layer store equally many tokens, which integers alone determine, so that the cache can lie in pages; ragged that heads store
     as many as they are granted and integers say how many once that is known, so that every head can have its own pages; prompt_only that nothing
@@ -193,7 +152,7 @@ class CachePlan:
         if isinstance(evict.rule, Blend) and isinstance(quantize.encoding, PerToken):
             return "reference" if "allocate" in self.roles else "replaced"
         if evict.prompt_only:
-            return "reference" if evict.token_state or "attention_newest" in evict.needs else "once"
+            return "reference" if evict.token_state or {"attention_newest", "output_projection"} & {*evict.needs} else "once"
         if evict.token_state or evict.queries or evict.needs or quantize.flush_first:
             return "reference"
         alone = isinstance(evict.rule, Lag) and isinstance(quantize.encoding, Float8) and "allocate" not in self.roles
@@ -250,6 +209,15 @@ class CachePlan:
         """Say whether a layer, by its number here, attends through a sliding window."""
         return layer >= self.num_layers
 
+    def chooses(self, layer: int) -> SelectPlan | None:
+        """Return how a layer chooses what its decode queries read; None where they read everything, or what another layer chose."""
+        select = self.select[layer]
+        return select if select is not None and select.reuses is None else None
+
+    def readers(self, layer: int) -> int:
+        """Return how many layers read what a layer chooses, itself included."""
+        return 1 + sum(one is not None and one.reuses == layer for one in self.select)
+
     @property
     def ring_buffers(self) -> tuple[BufferSpec, ...]:
         """What rings of sliding layers are, by the model's layers."""
@@ -273,9 +241,10 @@ class CachePlan:
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON-ready data; `from_json` reads it back equal."""
         data = dict(json.loads(json.dumps(asdict(self))))
-        roles = ("by_chunk", data["quantize"]), ("repeat", data["evict"]), *(("top_p", one) for one in data["select"])
-        for name, where in (("prefill", data), ("sliding", data), *roles):
-            if where and not where[name]:
+        places = [("prefill", data), ("sliding", data), ("by_chunk", data["quantize"]), ("repeat", data["evict"])]
+        places += [(name, one) for name in ("top_p", "reuses", "heads") for one in data["select"]]
+        for name, where in places:
+            if where and (where[name] is None or where[name] is False):
                 del where[name]  # so that plans from before there were such have the hash that they had
         return data
 

@@ -72,7 +72,8 @@ def simulate(
     """Run a policy over one layer of one sequence: queries q [T, Hq, D], keys k and values v [T, Hk, D] after rotation, any float dtype, any device.
 
     The first `prefill` tokens are the prompt, in chunks of so many tokens (a number or the sizes one by one) or whole; the others are decoded one by
-    one. layer (a middle one by default) of num_layers matters to policies that treat layers differently; measures [L, ...] fp32 are what an
+    one. layer (a middle one by default) of num_layers matters to policies that treat layers differently, but for `retrieve.anchors`: it chooses
+    what it reads; measures [L, ...] fp32 are what an
     allocate role measured in all layers (this layer's row is replaced by its own measure; without it all layers are taken to be alike). scale is
     attention's, 1 / sqrt(D) by default. budget and sets edit a policy given by name. Where a role has the prompt repeated, the prompt's own queries
     stand in for those of the request.
@@ -85,7 +86,8 @@ def simulate(
     layer = num_layers // 2 if layer is None else layer
     if not 0 <= layer < num_layers:
         raise ConfigError(f"layer {layer} is outside the {num_layers} layers", f"Give a layer from 0 to {num_layers - 1}.")
-    roles = Roles(policy.allocate, policy.evict, policy.quantize, policy.retrieve, policy.prefill)
+    retrieve = policy.retrieve.model_copy(update={"anchors": 1}) if policy.retrieve else None
+    roles = Roles(policy.allocate, policy.evict, policy.quantize, retrieve, policy.prefill)
     heads = k.shape[1]
     cache = LayerCache(roles, layer, num_layers, heads, q.shape[1] // heads, k[:0, 0], scale or q.shape[2] ** -0.5)
     with torch.no_grad():

@@ -48,7 +48,8 @@ class CacheView:
     probabilities of the newest query; state: the role's numbers [Hk, S] by name, zero for tokens that are new in this step. What the role does
     not need is None. num_layers layers are shown at once to a role that takes several: their heads are concatenated. received tells what
     each stored token [Hq, S] received from the newest so many queries where a kernel counts that, else None. repeated [Hk, S] are the
-    scores of `Evict.repeated`, the highest of all steps in which the prompt was repeated.
+    scores of `Evict.repeated`, the highest of all steps in which the prompt was repeated; projection returns the matrices [Hq, D, E] that the heads'
+    outputs are multiplied by, None where no model runs.
     """
 
     at: Occupancy
@@ -63,6 +64,7 @@ class CacheView:
     num_layers: int = 1
     received: Callable[[int], Tensor | None] = lambda window: None
     repeated: Tensor | None = None
+    projection: Callable[[], Tensor | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,6 +101,10 @@ class Cache(Compared):
         """Whether a layer's decode steps need nothing from the host, so that they can be captured."""
         return kernel_support.captures(self.plan, layer, config, dtype, self.device)
 
+    def show_projections(self, of: Callable[[int], Tensor]) -> None:
+        """Let an evict role see what a layer's attention is multiplied by, of(layer) [Hq, D, E]: called where the plan's role needs it."""
+        raise NotImplementedError
+
     # Steps
 
     def begin_step(

@@ -122,9 +122,8 @@ class RetrieveRole(Protocol):
     def budget(self) -> int:
         """Tokens of each KV head that a query reads."""
 
-    @property
-    def dense_layers(self) -> int:
-        """First layers that read everything."""
+    def anchor_of(self, layer: int) -> int | None:
+        """Return the layer that chooses what a layer reads; None where all is read."""
 
     @property
     def pooling(self) -> Pooling:

@@ -12,7 +12,7 @@ function of integers that the host knows (`Occupancy`): no step waits.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -327,7 +327,9 @@ class Retrieve(Role):
 
     budget: attended tokens of each KV head, with sink, window and the open group; sink and window: first and last tokens that every query reads,
     the newest one always; dense_layers: first layers that read everything; pooling: how the query heads of a group agree on one selection ("none":
-    every query head selects for itself); top_p: share of the estimated attention that is enough, within the budget (Twilight, arXiv 2502.02770).
+    every query head selects for itself); top_p: share of the estimated attention that is enough, within the budget (Twilight, arXiv 2502.02770);
+    anchors: layers that choose, while those up to the next read the same of their own tokens, every so many-th layer or these (Kascade, arXiv
+    2512.16391); heads: for each layer, whose choice its KV heads read among those of its anchor, the same ones' where there is none.
     """
 
     kind: ClassVar[Kind] = "retrieve"
@@ -339,6 +341,17 @@ class Retrieve(Role):
     dense_layers: int = Field(0, ge=0)
     pooling: Pooling = "softmax-mean"
     top_p: float | None = Field(None, gt=0.0, lt=1.0)
+    anchors: Annotated[int, Field(ge=1)] | tuple[int, ...] = 1
+    heads: tuple[tuple[int, ...], ...] = ()
+
+    def anchor_of(self, layer: int) -> int | None:
+        """Return the layer that chooses what a layer reads: itself or one before it, the first that selects at least; None where all is read."""
+        first = self.dense_layers
+        if layer < first:
+            return None
+        if isinstance(self.anchors, int):
+            return layer - (layer - first) % self.anchors
+        return max((one for one in self.anchors if first <= one <= layer), default=first)
 
     @property
     def unit(self) -> int:
@@ -379,17 +392,7 @@ class Retrieve(Role):
         """Lower the fields to what the selection op reads."""
         cls = type(self)
         return SelectPlan(
-            meaning=self.meaning(),
-            budget=self.budget,
-            sink=self.sink,
-            window=self.window,
-            unit=self.unit,
-            group=self.summary_group,
-            pooling=self.pooling,
-            speculative=cls.corrected is not Retrieve.corrected,
-            forces=cls.forced is not Retrieve.forced,
-            summary=self.stated,
-            outliers=self.forced_tokens // self.unit,
-            shared=self.joins_heads,
-            top_p=self.top_p,
-        )
+            self.meaning(), self.budget, self.sink, self.window, self.unit, self.summary_group, self.pooling, summary=self.stated, top_p=self.top_p,
+            speculative=cls.corrected is not Retrieve.corrected, forces=cls.forced is not Retrieve.forced,
+            outliers=self.forced_tokens // self.unit, shared=self.joins_heads,
+        )  # fmt: skip

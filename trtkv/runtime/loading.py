@@ -349,6 +349,8 @@ def _why_not_tensorrt(manifest: Manifest, device: torch.device) -> str | None:
         return "no CUDA device is used"
     if manifest.plan_info is None:
         return manifest.plan_missing or "the directory holds no plan"
+    if manifest.cache.evict is not None and "output_projection" in manifest.cache.evict.needs:
+        return f"the policy '{manifest.cache.policy}' reads output projections, which lie in its plan"
     from trtkv.runtime.where_tensorrt_runs import can_run
 
     return can_run(manifest.plan_info, manifest.command, device)

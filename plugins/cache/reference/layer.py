@@ -6,7 +6,7 @@ about lengths follow from integers that the host knows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -49,7 +49,8 @@ class Roles:
 class LayerCache:
     """The cache of one layer and sequence: Hk heads of possibly different lengths.
 
-    empty [0, D] gives dtype and device; group is G; scale is attention's. waits says that the prompt is to be repeated before anything is evicted.
+    empty [0, D] gives dtype and device; group is G; scale is attention's; projection as in a `CacheView`. waits says that the prompt is to be
+    repeated before anything is evicted.
     """
 
     roles: Roles
@@ -59,6 +60,7 @@ class LayerCache:
     group: int
     empty: Tensor
     scale: float
+    projection: Callable[[], Tensor | None] = lambda: None
     heads: list[HeadStore] = field(default_factory=list)
     summary: dict[str, Tensor] = field(default_factory=dict)
     summarized: int = 0
@@ -93,6 +95,11 @@ class LayerCache:
         return evict is not None and not (evict.prompt_only and self.decoding)
 
     @property
+    def _chooses(self) -> bool:
+        """Whether the layer itself chooses what its decode queries read."""
+        return self.roles.retrieve is not None and self.roles.retrieve.anchor_of(self.layer) == self.layer
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         """Stored tokens of each head."""
         return tuple(map(len, self.heads))
@@ -118,7 +125,7 @@ class LayerCache:
         role, stored = self.roles.retrieve, len(self.heads[0])
         query, self.chosen, previous = query.float(), None, self.previous
         self.previous = query.clone() if self.decoding else None  # it may be only lent
-        if role is None or self.layer < role.dense_layers or stored <= role.budget:
+        if role is None or not self._chooses or stored <= role.budget:
             return None
         plan = role.select_plan()
         asking = speculative_query(role, query, previous, self.num_kv_heads)
@@ -233,7 +240,7 @@ class LayerCache:
     def _summarize(self) -> None:
         """Summarize the groups of tokens that have closed since the last time."""
         role = self.roles.retrieve
-        if role is None or self.layer < role.dense_layers:
+        if role is None or not self._chooses:
             return
         closed = len(self.heads[0]) // role.summary_group * role.summary_group
         if closed > self.summarized:
@@ -256,6 +263,7 @@ class LayerCache:
             newest=self._per_query("newest") if "attention_newest" in needs else None,
             state={name: _stack([store.state[name] for store in self.heads]) for name in state},
             repeated=self.scores.get(self.layer),
+            projection=self.projection,
         )
 
     def _per_query(self, name: str) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,10 @@ class HeadCache(Cache):
     def _make_compactor(self, plan: CachePlan, num_pages: int, num_slots: int, device: torch.device) -> HeadCompactor:
         self.pool = HeadPool(plan, num_pages, num_slots, device)
         return HeadCompactor(self.pool)
+
+    def show_projections(self, of: Callable[[int], Tensor]) -> None:
+        """Show them in the views of layers."""
+        self.pool.projection = of
 
     def page_lists(self, pages: Sequence[Pages]) -> list[list[PageList]]:
         """Return the pages of all heads of each sequence."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ class HeadPool:
     def __init__(self, plan: CachePlan, num_pages: int, num_slots: int, device: torch.device) -> None:
         """Allocate so many pages, and the buffers of slots."""
         self.plan, self.num_pages, self.device, self.heads = plan, num_pages, device, plan.num_kv_heads
+        self.projection: Callable[[int], Tensor | None] = lambda layer: None  # as a role's view shows it
         self.pools: dict[str, Tensor] = {}
         self.buffers: dict[str, list[Tensor | None]] = {}
         for spec in buffers_of(plan):

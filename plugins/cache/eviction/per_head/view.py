@@ -89,6 +89,10 @@ class HeadView:
         """Return what each token [Hq, S] received from the newest queries, by kernels, where every token seen is still stored; else None."""
         return count_received(self.pool, self.layer, self.b, self.at, window, self.scale)
 
+    def projection(self) -> Tensor | None:
+        """Return the matrices [Hq, D, E] that the heads' outputs are multiplied by."""
+        return self.pool.projection(self.layer)
+
     @cached_property
     def state(self) -> Mapping[str, Tensor]:
         """The role's numbers [Hk, S] by name, zero for tokens of this step until the role has observed them."""
