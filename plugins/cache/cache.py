@@ -71,7 +71,6 @@ class Cache(Compared):
         self._scratch: dict[Hashable, object] = {}
         self._by_kernels: dict[torch.dtype, bool] = {}
         self._step: list[StepGroup] = []
-        self._repeats: Mapping[int, Repeat] = {}
 
     # Nodes: inputs by `plugins/nodes.py`, the output is written in place
 
@@ -114,8 +113,7 @@ class Cache(Compared):
         """Announce a step: new tokens of each of B sequences, after which they have seen so many [B], slots [B], pages [Y][B], prompts [B].
 
         A sequence whose tokens are all new starts empty, whatever its slot stored before. Tokens that were evicted count as seen. Where rows have
-        pages of one pool, pages[0] says which, as `HeadPages`. repeats says by slot which new tokens are of a request to repeat the prompt, after
-        which `end_step` drops them.
+        pages of one pool, pages[0] are `HeadPages`. repeats says by slot which new tokens are of a request; at its end `end_step` drops them.
         """
         self._repeats = repeats
         self._begin(new, seen, slots, pages, prompts)
