@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -33,7 +33,8 @@ from trtkv.policies.registry import parse_policy
 from trtkv.presets import policy_presets
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.loading import Engine
-from trtkv.runtime.pages import PageAllocator
+from trtkv.runtime.pages import make_pages
+from trtkv.runtime.repeat import Repeater
 from trtkv.runtime.rope import rope_tables
 from trtkv.runtime.step import Stepper
 from trtkv.runtime.tokenizer import Tokenizer
@@ -135,12 +136,16 @@ class Model:
         plan, limits = policy.plan(manifest.model), manifest.limits
         graph = Path(self._folder.name) / f"{plan.hash}.onnx"
         graph.write_bytes(build_decoder(manifest.model, plan, limits).model.SerializeToString())
-        pages = plan.pages(limits.max_seq_len) * limits.max_batch_size
+        longest = plan.positions(limits.max_seq_len)
+        pages = plan.pages(longest) * limits.max_batch_size
         cache = make_cache(plan, [pages] * plan.num_page_groups, limits.max_batch_size, device)
         executor = TorchExecutor(graph, self._weights, cache)
-        llm = copy.copy(self.full)
-        stepper, slots = Stepper(executor, cache, limits, rope_tables(manifest.model, limits.max_seq_len)), list(range(limits.max_batch_size))
-        llm.engine = Engine(manifest, cache, stepper, PageAllocator(pages), slots, None)
+        llm, slots = copy.copy(self.full), list(range(limits.max_batch_size))
+        assert llm.tokenizer is not None
+        repeater = Repeater.of(plan, limits, partial(llm.tokenizer.encode, add_special=False))
+        stepper = Stepper(executor, cache, limits, rope_tables(manifest.model, longest), repeater)
+        heads = plan.num_page_groups if cache.rows_have_pages else 0
+        llm.engine = Engine(manifest, cache, stepper, make_pages([pages * max(1, heads)], heads), slots, None)
         return llm
 
 

@@ -70,6 +70,14 @@ def test_other_policies_agree_too(policy: str, tmp_path: Path) -> None:
     assert {one.op for one in report.nodes} >= {"KvAppend", "KvAttend", "Gemm", "Mul", "Add", "Gather"}
 
 
+def test_layers_that_read_what_others_chose_agree(tmp_path: Path) -> None:
+    sets = ["retrieve.budget=64", "retrieve.dense_layers=1", "retrieve.anchors=2", "retrieve.heads=[[],[],[1,1]]"]
+    report = run(engine(tmp_path, policy="quest", sets=sets), tokens=150)
+    assert max(one.ratio for one in report.nodes) <= 1 and report.not_compared == ()
+    whats = [(one.op, one.what) for one in report.nodes]
+    assert whats.count(("KvSelect", "units")) == 1 and whats.count(("KvAttend", "value")) == 3
+
+
 @pytest.mark.parametrize(("policy", "fields"), [("xattention", ("stride=8", "tau=0.3")), ("flexprefill", ("gamma=0.3", "min_budget=32"))])
 def test_prompts_that_read_blocks_are_named_and_answers_compared(policy: str, fields: tuple[str, ...], tmp_path: Path) -> None:
     sets = [f"prefill.{one}" for one in ("block=32", "dense_below=32", "dense_last=8", *fields)]

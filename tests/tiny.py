@@ -21,6 +21,7 @@ from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.executor import TorchExecutor
 from trtkv.runtime.host_memory import HostPool
+from trtkv.runtime.repeat import Repeater
 from trtkv.runtime.rope import rope_tables
 from trtkv.runtime.rows import StepRow
 from trtkv.runtime.step import Stepper
@@ -142,11 +143,12 @@ def make_rig(
     decoder = build_decoder(config, plan, limits)
     graph = directory / f"{plan.hash}.onnx"
     graph.write_bytes(decoder.model.SerializeToString())
-    pages = slots * plan.pages(length)
+    pages = slots * plan.pages(plan.positions(length))
     lane = SideStream(torch.device(device)) if device != "cpu" else None
     pool = HostPool(torch.device(device), plan.num_layers).allocate
     offload = Offload(plan, pages, slots, device, recall, pool, lane, plan.pages(length)) if recall else None
     cache = make_cache(plan, [pages] * plan.num_page_groups, slots, device, by_definition=by_definition, tier=offload)
     weights = map_weights(Checkpoint(tiny.path), decoder.weights, TORCH_DTYPES[config.dtype], cache.device, lambda done, total: None)
     executor = TorchExecutor(graph, weights, cache)
-    return Rig(Stepper(executor, cache, limits, rope_tables(config, length)), executor, cache, plan, graph)
+    repeater = Repeater.of(plan, limits, str.encode)
+    return Rig(Stepper(executor, cache, limits, rope_tables(config, plan.positions(length)), repeater), executor, cache, plan, graph)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -18,17 +18,20 @@ from trtkv.buffers import BufferSpec as BufferSpec
 from trtkv.buffers import SlidingPlan as SlidingPlan
 from trtkv.config import DTYPE_BYTES
 from trtkv.errors import EngineError
-from trtkv.rules import Blend, Encoding, EvictRule, Float8, Lag, PerToken, PrefillRule, Summary
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from trtkv.repeat import RepeatPlan as RepeatPlan
+from trtkv.rules import Blend, Encoding, EvictRule, Float8, Lag, PerToken, PrefillRule
+from trtkv.select_plan import Meaning as Meaning
+from trtkv.select_plan import Pooling as Pooling
+from trtkv.select_plan import SelectPlan as SelectPlan
+from trtkv.view import CacheView as CacheView
+from trtkv.view import Occupancy as Occupancy
+from trtkv.view import Phase as Phase
+from trtkv.view import Verdict as Verdict
 
 BOOKKEEPING = ("positions", "last_queries")  # buffers of a cache that is evicted from that hold none of it: they are occupied, not stored
 FORMAT = 2  # raised whenever a plan of the previous format can no longer be read
 ADDRESSES = 16  # the address table has room for a multiple of so many buffers a layer, so that its length is that of other policies
 
-Phase = Literal["prefill", "decode"]
-Pooling = Literal["softmax-mean", "softmax-max", "mean", "max", "none"]
 # Where tokens lie. In pages in full precision: all tokens (paged), what is left of them where layers store equally many in every head (compacted), or
 # where each KV head has its own pages (per_head); beside codes in pages of the same pool (mixed). In pages of codes: all tokens (encoded), what is
 # left of a prompt (once), those that will never be evicted (windowed), single tokens that later ones replace (replaced) or that move up when others
@@ -37,57 +40,14 @@ Storage = Literal["paged", "compacted", "per_head", "mixed", "encoded", "once", 
 
 
 @dataclass(frozen=True, slots=True)
-class Meaning:
-    """A role by import path (`module:Class`) with its fields."""
-
-    role: str
-    fields: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class SelectPlan:
-    """How a layer chooses what a decode query reads.
-
-    budget counts the attended tokens of one KV head, with sink, window and open group; unit is 1 (tokens) or the page.
-    Tokens after the last multiple of group have no summary yet and are always attended. speculative roles may select with the previous
-    step's query, unless the cosine of the two is below tau; forces says that the role names units that every query reads, `outliers` of them; shared
-    that all heads of a layer read the same units; top_p says which share of the estimated attention is enough, whatever the budget.
-    """
-
-    meaning: Meaning
-    budget: int
-    sink: int
-    window: int
-    unit: int
-    group: int
-    pooling: Pooling
-    speculative: bool = False
-    forces: bool = False
-    summary: Summary | None = None
-    tau: float | None = None
-    outliers: int = 0
-    shared: bool = False
-    top_p: float | None = None
-
-    @property
-    def width(self) -> int:
-        """Units that a selection holds for one head, forced ones included."""
-        return -(-self.budget // self.unit)
-
-    def reads(self, stored: int) -> int:
-        """Tokens that a decode query reads of so many stored ones, per KV head, at most."""
-        return min(stored, self.width * self.unit) if stored > self.budget else stored
-
-
-@dataclass(frozen=True, slots=True)
 class EvictPlan:
     """What the runtime must know to let a layer evict.
 
-    needs names what the role, or the allocate role that serves it, reads besides keys and values (attention_mass, attention_newest, last_queries);
+    needs names what the role, or the allocate role that serves it, reads besides keys and values (`OBSERVED` of the policies' capabilities);
     observe_window is the number of queries stored for them; token_state maps the role's numbers per stored token to their dtype; paged says that
     all KV heads of a layer store equally many tokens, which integers alone determine, so that the cache can lie in pages; ragged that heads store
     as many as they are granted and integers say how many once that is known, so that every head can have its own pages; prompt_only that nothing
-    is evicted after the prompt.
+    is evicted after the prompt; repeat that, and how, the model repeats a complete prompt before anything is evicted.
     """
 
     meaning: Meaning
@@ -98,6 +58,7 @@ class EvictPlan:
     prompt_only: bool = False
     ragged: bool = False
     rule: EvictRule | None = None
+    repeat: RepeatPlan | None = None
 
     @property
     def queries(self) -> int:
@@ -146,68 +107,6 @@ class PrefillPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class Occupancy:
-    """A layer's cache of one sequence in integers that the host knows, once a step's tokens have been appended.
-
-    seen counts the sequence's tokens, lengths the stored ones of each KV head, new those of this step; the leading settled tokens will never be
-    evicted; complete says that the prompt (of prompt tokens) is in; budget and precise are what an allocate role granted each KV head.
-    """
-
-    seen: int
-    lengths: tuple[int, ...]
-    new: int = 1
-    settled: int = 0
-    phase: Phase = "decode"
-    complete: bool = True
-    prompt: int = 0
-    layer: int = 0
-    num_layers: int = 1
-    budget: tuple[int, ...] | None = None
-    precise: tuple[int, ...] | None = None
-
-    @property
-    def stored(self) -> int:
-        """Tokens of the fullest head."""
-        return max(self.lengths)
-
-
-@dataclass(frozen=True, slots=True)
-class CacheView:
-    """A layer's cache of one sequence after the attention of a step, as an evict or allocate role sees it; all floats fp32.
-
-    keys and values [Hk, S, D] decoded, rows beyond a head's length are zero; positions [Hk, S] int64 logical positions, ascending, -1 beyond the
-    length; queries [W, Hq, D] the newest queries after rotation, the last at position seen - 1 (fewer than a role requested in short sequences,
-    more where another role requests more); mass [Hq, S] attention probability that each token received from all queries so far; newest [Hq, S]
-    probabilities of the newest query; state: the role's numbers [Hk, S] by name, zero for tokens that are new in this step. What the role does
-    not need is None. num_layers layers are shown at once to a role that takes several: their heads are concatenated. received tells what
-    each stored token [Hq, S] received from the newest so many queries where a kernel counts that, else None.
-    """
-
-    at: Occupancy
-    keys: Tensor
-    values: Tensor
-    positions: Tensor
-    scale: float
-    queries: Tensor | None = None
-    mass: Tensor | None = None
-    newest: Tensor | None = None
-    state: Mapping[str, Tensor] = field(default_factory=dict)
-    num_layers: int = 1
-    received: Callable[[int], Tensor | None] = lambda window: None
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The tokens that stay: for each KV head ascending int64 indices into the stored tokens, and which of them a quantize role is to encode (bool).
-
-    Where all heads keep equally many, one tensor [Hk, K] does for both.
-    """
-
-    kept: tuple[Tensor, ...] | Tensor
-    demoted: tuple[Tensor, ...] | Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class CachePlan:
     """Everything that happens to the KV cache of one model under one policy.
 
@@ -253,7 +152,7 @@ class CachePlan:
         if isinstance(evict.rule, Blend) and isinstance(quantize.encoding, PerToken):
             return "reference" if "allocate" in self.roles else "replaced"
         if evict.prompt_only:
-            return "reference" if evict.token_state or "attention_newest" in evict.needs else "once"
+            return "reference" if evict.token_state or {"attention_newest", "output_projection"} & {*evict.needs} else "once"
         if evict.token_state or evict.queries or evict.needs or quantize.flush_first:
             return "reference"
         alone = isinstance(evict.rule, Lag) and isinstance(quantize.encoding, Float8) and "allocate" not in self.roles
@@ -310,6 +209,15 @@ class CachePlan:
         """Say whether a layer, by its number here, attends through a sliding window."""
         return layer >= self.num_layers
 
+    def chooses(self, layer: int) -> SelectPlan | None:
+        """Return how a layer chooses what its decode queries read; None where they read everything, or what another layer chose."""
+        select = self.select[layer]
+        return select if select is not None and select.reuses is None else None
+
+    def readers(self, layer: int) -> int:
+        """Return how many layers read what a layer chooses, itself included."""
+        return 1 + sum(one is not None and one.reuses == layer for one in self.select)
+
     @property
     def ring_buffers(self) -> tuple[BufferSpec, ...]:
         """What rings of sliding layers are, by the model's layers."""
@@ -333,8 +241,10 @@ class CachePlan:
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON-ready data; `from_json` reads it back equal."""
         data = dict(json.loads(json.dumps(asdict(self))))
-        for name, where in (("prefill", data), ("sliding", data), ("by_chunk", data["quantize"]), *(("top_p", one) for one in data["select"])):
-            if where and not where[name]:
+        places = [("prefill", data), ("sliding", data), ("by_chunk", data["quantize"]), ("repeat", data["evict"])]
+        places += [(name, one) for name in ("top_p", "reuses", "heads") for one in data["select"]]
+        for name, where in places:
+            if where and (where[name] is None or where[name] is False):
                 del where[name]  # so that plans from before there were such have the hash that they had
         return data
 
@@ -373,6 +283,11 @@ class CachePlan:
     def pages(self, tokens: int) -> int:
         """Pages that hold so many tokens of one sequence."""
         return -(-tokens // self.page_size)
+
+    def positions(self, tokens: int) -> int:
+        """Return the positions that steps of a sequence of so many tokens have: those of a request to repeat its prompt come after that."""
+        repeat = self.evict.repeat if self.evict else None
+        return tokens + (repeat.beside(tokens) if repeat else 0)
 
     @property
     def codes_per_row(self) -> int:

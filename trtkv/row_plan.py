@@ -64,6 +64,8 @@ def _why_not(plan: CachePlan) -> str | None:
     first, *others = [one for one in plan.select if one is not None]
     if first.summary != Box() or first.forces or first.shared or first.speculative or first.unit != first.group:
         return "chooses otherwise than by bounds of pages' keys"
+    if any(one.reuses is not None for one in others):
+        return "lets layers read what others chose"
     if first.top_p is not None:
         return f"stops at the share {first.top_p} of the attention"
     if first.pooling != "max":

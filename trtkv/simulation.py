@@ -12,6 +12,7 @@ from plugins.cache.reference.layer import LayerCache, Roles
 from trtkv.errors import ConfigError
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
+from trtkv.repeat import Repeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +72,11 @@ def simulate(
     """Run a policy over one layer of one sequence: queries q [T, Hq, D], keys k and values v [T, Hk, D] after rotation, any float dtype, any device.
 
     The first `prefill` tokens are the prompt, in chunks of so many tokens (a number or the sizes one by one) or whole; the others are decoded one by
-    one. layer (a middle one by default) of num_layers matters to policies that treat layers differently; measures [L, Hk] fp32 are what an
+    one. layer (a middle one by default) of num_layers matters to policies that treat layers differently, but for `retrieve.anchors`: it chooses
+    what it reads; measures [L, ...] fp32 are what an
     allocate role measured in all layers (this layer's row is replaced by its own measure; without it all layers are taken to be alike). scale is
-    attention's, 1 / sqrt(D) by default. budget and sets edit a policy given by name.
+    attention's, 1 / sqrt(D) by default. budget and sets edit a policy given by name. Where a role has the prompt repeated, the prompt's own queries
+    stand in for those of the request.
     Raises UnknownName, PolicyConflict or ConfigError for a policy that cannot work, and ConfigError for tensors that do not fit.
     """
     if isinstance(policy, str):
@@ -83,7 +86,8 @@ def simulate(
     layer = num_layers // 2 if layer is None else layer
     if not 0 <= layer < num_layers:
         raise ConfigError(f"layer {layer} is outside the {num_layers} layers", f"Give a layer from 0 to {num_layers - 1}.")
-    roles = Roles(policy.allocate, policy.evict, policy.quantize, policy.retrieve, policy.prefill)
+    retrieve = policy.retrieve.model_copy(update={"anchors": 1}) if policy.retrieve else None
+    roles = Roles(policy.allocate, policy.evict, policy.quantize, retrieve, policy.prefill)
     heads = k.shape[1]
     cache = LayerCache(roles, layer, num_layers, heads, q.shape[1] // heads, k[:0, 0], scale or q.shape[2] ** -0.5)
     with torch.no_grad():
@@ -107,6 +111,7 @@ class _Run:
         for size in chunks:
             self._step(start, start + size, done)
             start += size
+        self._repeat()
         self._record(done)
         for token in range(start, len(self.q)):
             self._step(token, token + 1, done)
@@ -121,12 +126,26 @@ class _Run:
         done.output[start:stop] = cache.attend(self.q[start:stop]).to(done.output.dtype)
         if cache.decoding:
             self._compare(start, cache.chosen, done)
-        own = cache.measure()
-        cache.finish(None if own is None else self._measured(own))
+        self._finish()
+
+    def _finish(self) -> None:
+        self.cache.rewind()
+        own = self.cache.measure()
+        self.cache.finish(None if own is None else self._measured(own))
+
+    def _repeat(self) -> None:
+        """Let the prompt be repeated where a role says so: its own queries, keys and values stand in for those of a request."""
+        evict, prompt = self.cache.roles.evict, self.prompt
+        plan = evict.repeat() if evict is not None else None
+        for part in plan.parts(prompt) if plan is not None else ():
+            own, of = slice(part.start, part.stop), Repeat(part.start, part.stop, prompt, last=part.stop == prompt)
+            self.cache.append(self.k[own], self.v[own], prompt, of)
+            self.cache.attend(self.q[own])
+            self._finish()
 
     def _measured(self, own: Tensor) -> Tensor:
-        """Put this layer's measure [Hk] among those of all layers [L, Hk]."""
-        every = own.expand(self.cache.num_layers, -1).clone() if self.measures is None else self.measures.to(own).clone()
+        """Put this layer's measure among those of all layers."""
+        every = own.expand(self.cache.num_layers, *own.shape).clone() if self.measures is None else self.measures.to(own).clone()
         every[self.cache.layer] = own
         return every
 

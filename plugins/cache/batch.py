@@ -11,6 +11,8 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
+from trtkv.repeat import Repeat
+
 T = TypeVar("T")
 
 
@@ -24,7 +26,8 @@ class Row:
     """One sequence of the step: its rows [start, start + new) among the T tokens, and where it is stored.
 
     stored counts the tokens after the append, prompt those of the whole prompt; page_numbers are in order and may name pages that come later.
-    seen counts the sequence's tokens, of which some may have been evicted; wanted are the new tokens that get logits, None where that is not known.
+    seen counts the sequence's tokens, of which some may have been evicted; wanted are the new tokens that get logits, None where that is not known;
+    repeat says what the new tokens repeat, where they belong to no text of the sequence.
     """
 
     start: int
@@ -37,6 +40,7 @@ class Row:
     prompt: int = 0
     seen: int = -1
     wanted: Sequence[int] | None = None
+    repeat: Repeat | None = None
 
     def __post_init__(self) -> None:
         """Take all tokens to be stored where nothing else is said."""
@@ -51,7 +55,7 @@ class Row:
     @property
     def answers(self) -> bool:
         """Whether the sequence is past its prompt."""
-        return self.new == 1 and self.seen > self.prompt
+        return self.new == 1 and self.seen > self.prompt and self.repeat is None
 
     @cached_property
     def pages(self) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -28,6 +29,7 @@ from plugins.config import OpConfig
 from plugins.device.dtypes import TORCH_DTYPES
 from plugins.select.launch import OwnBudgets
 from trtkv.plan import BufferSpec, CachePlan
+from trtkv.repeat import Repeat
 
 MOST_OVERLAPPED_TOKENS = 1 << 21  # tokens times KV heads of a step up to which even bulky blocks start early, as measured on an H200
 T = TypeVar("T")
@@ -98,19 +100,25 @@ class Cache(Compared):
         """Whether a layer's decode steps need nothing from the host, so that they can be captured."""
         return kernel_support.captures(self.plan, layer, config, dtype, self.device)
 
+    def show_projections(self, of: Callable[[int], Tensor]) -> None:
+        """Let an evict role see what a layer's attention is multiplied by, of(layer) [Hq, D, E]: called where the plan's role needs it."""
+        raise NotImplementedError
+
     # Steps
 
     def begin_step(
-        self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], pages: Sequence[Sequence[PageList]], prompts: Sequence[int]
-    ) -> None:
+        self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], pages: Sequence[Sequence[PageList]], prompts: Sequence[int],
+        repeats: Mapping[int, Repeat] = MappingProxyType({}),
+    ) -> None:  # fmt: skip
         """Announce a step: new tokens of each of B sequences, after which they have seen so many [B], slots [B], pages [Y][B], prompts [B].
 
         A sequence whose tokens are all new starts empty, whatever its slot stored before. Tokens that were evicted count as seen. Where rows have
-        pages of one pool, pages[0] says which, as `HeadPages`.
+        pages of one pool, pages[0] are `HeadPages`. repeats says by slot which new tokens are of a request; at its end `end_step` drops them.
         """
+        self._repeats = repeats
         self._begin(new, seen, slots, pages, prompts)
         if self.windows is not None:
-            self.windows.begin_step(new, seen, slots, prompts)
+            self.windows.begin_step(new, seen, slots, prompts, repeats)
             own, every = self.plan.num_layers, self.plan.all_layers
             self.read_tokens = (self.read_tokens * own + self.windows.tokens_read() * (every - own)) / every
 
@@ -128,6 +136,8 @@ class Cache(Compared):
         """Evict and encode after the step's attention, where the plan says so; what runs beside the step is joined first."""
         self.join()
         self._ended([group.rows for group in self._step])
+        if self.windows is not None:
+            self.windows.end_step()
 
     def join(self) -> None:
         """Let the step's stream wait for what runs beside it."""
@@ -209,16 +219,16 @@ class Cache(Compared):
 
     # Bytes and tokens
 
-    def stored_bytes(self, beside: Sequence[tuple[int, int]] = ()) -> int:
-        """Return the bytes that hold keys, values and summaries of the announced step's sequences, in all parts of the engine.
+    def stored_bytes(self, sizes: Sequence[tuple[int, int]] | None = None) -> int:
+        """Return the bytes that hold keys, values and summaries of sequences, in all parts of the engine.
 
-        beside are slots of sequences that run without a part in the step, each with the tokens that it has seen.
+        sizes are their slots, each with the tokens that it has seen, by default those of the announced step.
         """
-        return sum(self.bytes_of(slot, seen) for slot, seen in (*self._sizes(), *beside))
+        return sum(self.bytes_of(slot, seen) for slot, seen in self._sizes(sizes))
 
-    def reserved_bytes(self, beside: Sequence[tuple[int, int]] = ()) -> int:
+    def reserved_bytes(self, sizes: Sequence[tuple[int, int]] | None = None) -> int:
         """Return the bytes that these sequences occupy: whole pages and slots."""
-        return self.parts * sum(self._reserved(slot, seen) + self.plan.ring_bytes() for slot, seen in (*self._sizes(), *beside))
+        return self.parts * sum(self._reserved(slot, seen) + self.plan.ring_bytes() for slot, seen in self._sizes(sizes))
 
     def bytes_of(self, slot: int, seen: int) -> int:
         """Return the bytes that hold keys, values and summaries of a sequence that has seen so many tokens, in all parts of the engine."""
@@ -246,7 +256,7 @@ class Cache(Compared):
 
     def evicted(self, slot: int, seen: int) -> float:
         """Return the tokens of a sequence that are no longer stored, mean over layers and KV heads."""
-        return seen - self.ledger.mean_stored(slot, seen)
+        return max(0.0, seen - self.ledger.mean_stored(slot, seen))  # more are stored while a prompt is being repeated
 
     # Buffers
 
@@ -365,8 +375,8 @@ class Cache(Compared):
         lengths = self.ledger.stored(slot, seen)
         return self.count.stored(lengths) + self.count.state(lengths)
 
-    def _sizes(self) -> Iterator[tuple[int, int]]:
-        return ((row.slot, row.seen) for row in self._step[0].rows)
+    def _sizes(self, sizes: Sequence[tuple[int, int]] | None) -> Sequence[tuple[int, int]]:
+        return [(row.slot, row.seen) for row in self._step[0].rows] if sizes is None else sizes
 
     def _reserved(self, slot: int, seen: int) -> int:
         """Bytes that a sequence occupies in this part."""
@@ -384,6 +394,6 @@ class Cache(Compared):
         size, rows, start = self.plan.page_size, [], 0
         for count, total, slot, numbers, prompt, whole in zip(new, stored, slots, pages, prompts, seen, strict=True):
             assert not isinstance(numbers, HeadPages), "rows have their own page lists"
-            rows.append(Row(start, count, total, slot, numbers, size, self.device, prompt, whole))
+            rows.append(Row(start, count, total, slot, numbers, size, self.device, prompt, whole, repeat=self._repeats.get(slot)))
             start += count
         return StepGroup(rows, size, self.device)

@@ -125,7 +125,7 @@ class PagedCache(paged_kernels.KernelCache):
         self.buffer("values", layer)[page, :, inside] = values
 
     def _update_index(self, layer: int) -> None:
-        select = self.plan.select[layer]
+        select = self.plan.chooses(layer)
         if select is not None:
             indexes.find(select).update(self, layer, select)
 
@@ -151,7 +151,7 @@ class PagedCache(paged_kernels.KernelCache):
         assert plan is not None, f"layer {layer} selects nothing"
         unread = list_units(chosen, row.stored, plan, out)
         if plan.top_p is not None and row.answers:
-            self.read_tokens -= float(unread) / self.plan.all_layers
+            self.read_tokens -= float(unread) * self.plan.readers(layer) / self.plan.all_layers
 
     def _attend(self, layer: int, config: OpConfig, b: int, row: Row, query: Tensor, selection: Tensor | None) -> Tensor:
         """Attend query [n, Hq, D] of sequence b's n new tokens, selection [H, K + 1]: [n, Hq, D]."""

@@ -58,7 +58,7 @@ class KernelCache(CountedCache):
 def append(cache: KernelCache, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
     """Rotate and store new tokens by one launch of the append kernel, summaries included; inputs and result as the node's."""
     table = inputs[6]
-    step, select, kept = cache.step(layer), cache.plan.select[layer], group_summary(cache, layer)
+    step, select, kept = cache.step(layer), cache.plan.chooses(layer), group_summary(cache, layer)
     to = cache.target(layer, inputs)
     bulky = not launch_token.takes(kept.kind)
     overlap = step.decoding and cache.overlaps(table, bulky=bulky)
@@ -86,7 +86,7 @@ def begins_early(cache: Cache, layer: int, table: Tensor, *, bulky: bool) -> boo
     Attention over everything has keys to load meanwhile, and a choice its index: of one-bit keys the first groups, of pages all bounds; many of these
     drive each other, and what the preceding kernel reads, out of the second-level cache.
     """
-    select, summary = cache.plan.select[layer], summary_of(cache.plan, layer)
+    select, summary = cache.plan.chooses(layer), summary_of(cache.plan, layer)
     if select is None or cache.reads_all:
         return True
     if bulky or summary is None:
@@ -149,7 +149,8 @@ def _decode(
         attend_per_head(query, keys, values, table, lens, selection, out, unit=plan.unit, scale=config.scale)
         return
     overlap = overlap and (cache.overlaps(table) or launch.begins_early(lens.shape[0] * keys.shape[1], arch()))
-    launch.attend_list(query, keys, values, table, lens, selection, out, unit=plan.unit, scale=config.scale, overlap=overlap, settled=True)
+    settled = plan.reuses is None  # the append, which writes the queries, comes just before where another layer chose
+    launch.attend_list(query, keys, values, table, lens, selection, out, unit=plan.unit, scale=config.scale, overlap=overlap, settled=settled)
     published_queries.attended(cache)
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 from trtkv.lazy import Tensor
 from trtkv.plan import Meaning, Occupancy, Pooling, SelectPlan, Verdict
+from trtkv.repeat import Repeat, RepeatPlan
 
 Granted: TypeAlias = tuple[tuple[int, ...], ...] | None  # tokens of each layer's KV heads [L][Hk]
 Part = Literal["keys", "values"]
@@ -28,7 +29,7 @@ class AllocateRole(Protocol):
         """Newest queries (W) that the role reads."""
 
     def measure(self, view: View, evict: Any) -> Tensor:
-        """Measure a layer at the end of the prompt, for the evict role that is served: [Hk] fp32."""
+        """Measure a layer at the end of the prompt, for the evict role that is served."""
 
 
 class EvictRole(Protocol):
@@ -56,6 +57,12 @@ class EvictRole(Protocol):
 
     def grants(self, allocate: Any, num_layers: int, num_kv_heads: int, prompt: int, measures: Tensor | None) -> tuple[Granted, Granted]:
         """Return the tokens that heads may keep, and how many of them in full precision; allocate is a role, or None."""
+
+    def repeat(self) -> RepeatPlan | None:
+        """Say how the model repeats a complete prompt before anything is evicted."""
+
+    def repeated(self, query: Tensor, keys: Tensor, scale: float, of: Repeat) -> Tensor:
+        """Score the part of a prompt that is repeated: [Hk, stop - start] fp32."""
 
     def observe(self, view: View) -> Mapping[str, Tensor]:
         """Return the token state [Hk, S] after this step's attention."""
@@ -115,9 +122,8 @@ class RetrieveRole(Protocol):
     def budget(self) -> int:
         """Tokens of each KV head that a query reads."""
 
-    @property
-    def dense_layers(self) -> int:
-        """First layers that read everything."""
+    def anchor_of(self, layer: int) -> int | None:
+        """Return the layer that chooses what a layer reads; None where all is read."""
 
     @property
     def pooling(self) -> Pooling:

@@ -6,7 +6,7 @@ one token's query reads the ring as it lies. A chunk of a prompt attends to itse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -23,6 +23,7 @@ from plugins.config import OpConfig
 from plugins.device.driver import multiprocessors
 from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.plan import CachePlan, SlidingPlan
+from trtkv.repeat import Repeat
 
 RunsKernels: TypeAlias = Callable[[OpConfig, torch.dtype], bool]
 LEAST_QUERIES = 256  # of a chunk that attend at once, or as many as the window has
@@ -39,6 +40,7 @@ class Windows:
         self._rings = [(torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device)) for _ in sliding.layers]
         self.compared = False  # whether chunks are kept until the step has been compared with the definition
         self._chunks: dict[tuple[int, int], list[Tensor]] = {}
+        self._kept: dict[int, list[Tensor]] = {}  # rings as they are without the request that a sequence reads
         self._scratch: dict[int, tuple[Tensor, Tensor]] = {}
         self._step = StepGroup([], sliding.room, device)
 
@@ -51,14 +53,25 @@ class Windows:
         """Return the announced step."""
         return self._step
 
-    def begin_step(self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], prompts: Sequence[int]) -> None:
+    def begin_step(
+        self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], prompts: Sequence[int], repeats: Mapping[int, Repeat]
+    ) -> None:  # fmt: skip
         """Announce a step, as `Cache.begin_step` does."""
         rows, start = [], 0
         for count, total, slot, prompt in zip(new, seen, slots, prompts, strict=True):
-            rows.append(Row(start, count, total, slot, (slot,), self._step.page_size, self.device, prompt))
+            rows.append(Row(start, count, total, slot, (slot,), self._step.page_size, self.device, prompt, repeat=repeats.get(slot)))
             start += count
+            if slot in repeats and total - count == prompt:
+                self._kept[slot] = [one[slot].clone() for one in self.buffers]
         self._step = StepGroup(rows, self._step.page_size, self.device)
         self._chunks.clear()
+
+    def end_step(self) -> None:
+        """Drop the tokens of a request that has ended."""
+        for row in self._step.rows:
+            if row.repeat is not None and row.repeat.ends:
+                for one, kept in zip(self.buffers, self._kept.pop(row.slot), strict=True):
+                    one[row.slot].copy_(kept)
 
     def tokens_read(self) -> int:
         """Return the tokens that the announced step's decode queries read in a layer."""

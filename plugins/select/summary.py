@@ -36,8 +36,8 @@ _SUMMARIES = {
 
 
 def why_selects_in_torch(plan: CachePlan, layer: int) -> str | None:
-    """Say in a sentence why a layer summarizes and selects in torch on any GPU, None where kernels do or nothing is selected."""
-    select = plan.select[layer]
+    """Say in a sentence why a layer summarizes and selects in torch on any GPU, None where kernels do or the layer chooses nothing."""
+    select = plan.chooses(layer)
     if select is None:
         return None
     if select.top_p is not None:
@@ -53,8 +53,8 @@ def why_selects_in_torch(plan: CachePlan, layer: int) -> str | None:
 
 
 def summary_of(plan: CachePlan, layer: int) -> Summary | None:
-    """Return the summary that the append kernel writes for a layer, None where the layer selects nothing or selects in torch."""
-    select = plan.select[layer]
+    """Return the summary that the append kernel writes for a layer, None where the layer chooses nothing or chooses in torch."""
+    select = plan.chooses(layer)
     if select is None or select.summary is None or why_selects_in_torch(plan, layer) is not None:
         return None
     return _SUMMARIES[select.summary]

@@ -139,6 +139,8 @@ def test_attention_needs_values_that_can_be_read(tiny_llm: Open) -> None:
         AttentionError(TaskOptions(), name="attention").measure(bench(held, held))
     with pytest.raises(ConfigError, match=f"--length {DECODED + 1}"):
         AttentionError(TaskOptions(), name="attention").measure(bench(tiny_llm(), tiny_llm(), length=DECODED))
+    with pytest.raises(ConfigError, match="'kvzip' has the model repeat prompts"):
+        AttentionError(TaskOptions(), name="attention").measure(bench(tiny_llm("kvzip"), tiny_llm()))
 
 
 def test_a_policy_is_known_from_its_plan(tiny_llm: Open) -> None:

@@ -33,6 +33,7 @@ LIMITS: dict[str, dict[str, int]] = {
 # Sizes with which everything evicts, selects and encodes within such prompts: fields of any role that has them.
 SMALL: dict[str, object] = {"budget": 96, "lag": 16, "sink": 4, "window": 8, "page": 16, "chunk": 8, "outliers": 2, "residual": 32, "interval": 8}
 SMALL |= {"near": 16, "dense_layers": 1, "skip_layers": [0], "block": 32, "stride": 8, "dense_below": 32, "dense_last": 16, "min_budget": 32}
+SMALL |= {"part": 64}
 UNLESS_EMPTY = ("dense_layers", "skip_layers")  # which make layers differ, where the preset does
 BUDGET_OF_EVICTED = 64  # that is selected of what an eviction leaves
 SHARED = 128  # tokens with which two prompts begin alike

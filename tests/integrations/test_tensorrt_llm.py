@@ -200,6 +200,7 @@ def config_of(**changes: Any) -> fake.PretrainedConfig:
         ({"qk_layernorm": True}, "layer 0 has a norm of queries and keys"),
         ({"trtkv": None}, "no KV policy is given. Set TRTKV_POLICY"),
         ({"trtkv": {"policy": "fyer"}}, "unknown policy 'fyer'. Did you mean fier"),
+        ({"trtkv": {"policy": "kvzip"}}, "policy 'kvzip' has prompts repeated, at positions beyond"),
     ],
 )
 def test_checkpoints_that_do_not_fit(package: Any, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str) -> None:

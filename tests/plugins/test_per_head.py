@@ -44,6 +44,8 @@ POLICIES = {
     "razor, keydiff": Policy(name="b", allocate=small("razor").allocate, evict=small("keydiff").evict),
     "adakv": small("adakv"),
     "expected-adakv": small("expected-adakv"),
+    "kvzip": small("kvzip"),
+    "kvzip, alike": Policy(name="h", evict=small("kvzip").evict),
     "razor, rkv": Policy(name="g", allocate=small("razor").allocate, evict=small("rkv").evict),
     "razor, snapkv": Policy(name="c", allocate=small("razor").allocate, evict=small("snapkv").evict),
     "shares, snapkv": Policy(name="d", allocate=Shares(), evict=small("snapkv").evict),
@@ -94,7 +96,7 @@ def test_pages_keep_what_the_definition_keeps(name: str, chunk: int, tiny_llama:
     ours = generate(paged, texts, STEPS, chunk=chunk, after=check)
     theirs = generate(held, texts, STEPS, chunk=chunk)
     assert worst(ours.flatten(0, 1), theirs.flatten(0, 1).double()) <= 2 * REORDERED
-    assert min(seen) > 0, "all heads store equally many"
+    assert (min(seen) > 0) is (policy.allocate is not None), "all heads store equally many"
     for layer in range(config.num_layers):
         for slot in range(2):
             assert kept(paged, layer, slot) == kept(held, layer, slot)
@@ -182,7 +184,7 @@ def test_several_tokens_after_a_ring(name: str, tiny_llama: TinyModel, tmp_path:
     assert not pool.rings.data[0].any(), "a prompt would be stored in the rings of the sequence before"
 
 
-@pytest.mark.parametrize("name", ["razor", "shares, snapkv", "shares, h2o"])
+@pytest.mark.parametrize("name", ["razor", "shares, snapkv", "shares, h2o", "kvzip"])
 def test_kernels_keep_what_the_definition_keeps(name: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     texts = prompts(75, 61)
@@ -198,7 +200,7 @@ def test_kernels_keep_what_the_definition_keeps(name: str, tiny_llama: TinyModel
 
 
 @on_cpu
-@pytest.mark.parametrize("name", ["razor", "shares, snapkv"])
+@pytest.mark.parametrize("name", ["razor", "shares, snapkv", "kvzip"])
 def test_all_kernels_together_answer_as_the_torch_forms(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Append in the interpreter, decode attention from its CUDA source, moves in the interpreter; prompts by the library's stand-in."""
     pytest.importorskip("triton")

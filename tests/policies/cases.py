@@ -23,6 +23,7 @@ SMALL = {
     "residual": 32,
     "interval": 8,
     "near": 16,
+    "part": 64,
     "dense_layers": 0,
     "skip_layers": (),
 }

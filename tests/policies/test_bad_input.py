@@ -135,7 +135,7 @@ def test_prompts_chunks_and_layers() -> None:
         ("h2o+kivi", ("quantize role 'kivi'", "evict role 'h2o'"), "settled_prefix"),
         ("streaming+kivi", ("quantize role 'kivi'", "evict role 'streaming'"), "settled_prefix"),
         ("raas+fier", ("retrieve role 'fier'", "evict role 'raas'"), "stable_groups"),
-        ("razor+kivi", ("quantize role 'kivi'", "allocate role 'razor'"), "equal_heads"),
+        ("razor+kivi", ("quantize role 'kivi'", "evict role 'streaming'"), "settled_prefix"),
         ("razor+freekv", ("retrieve role 'freekv'", "allocate role 'razor'"), "equal_heads"),
     ],
 )

@@ -24,6 +24,7 @@ POLICIES = {
     "fier": ("retrieve.budget=64",),
     "fier+mean": ("retrieve.budget=64", "retrieve.pooling=mean"),
     "fier+none": ("retrieve.budget=64", "retrieve.pooling=none", "retrieve.dense_layers=1"),
+    "fier+anchors": ("retrieve.budget=64", "retrieve.anchors=2", "retrieve.dense_layers=1"),
     "quest": ("retrieve.budget=64",),
     "quest+none": ("retrieve.budget=64", "retrieve.pooling=none"),
     "quest+small pages": ("retrieve.budget=64", "retrieve.page=8", "retrieve.dense_layers=0"),
@@ -37,6 +38,7 @@ POLICIES = {
     "shadowkv+no outliers": ("retrieve.budget=64", "retrieve.window=8", "retrieve.outliers=0", "retrieve.pooling=mean"),
 }
 LONG = {"quest+large pages": ("retrieve.budget=256", "retrieve.page=128")}  # selects from more tokens than the other tests have
+HEADS = {"quest+heads": ("retrieve.budget=64", "retrieve.anchors=2", "retrieve.dense_layers=1", "retrieve.heads=[[],[],[1,0]]")}  # of three layers
 SELECTING = [policy for policy in POLICIES if policy != "full"]
 
 
@@ -55,7 +57,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
 
 
 def rig(model: TinyModel, policy: str, directory: Path, dtype: str, slots: int = 3) -> Rig:
-    return make_rig(model, policy.partition("+")[0], directory, sets=(POLICIES | LONG)[policy], slots=slots, dtype=dtype, device="cuda")
+    return make_rig(model, policy.partition("+")[0], directory, sets=(POLICIES | LONG | HEADS)[policy], slots=slots, dtype=dtype, device="cuda")
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -63,7 +65,7 @@ def error(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, *HEADS])
 def test_kernels_answer_as_well_as_the_torch_forms(policy: str, dtype: str, wide: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compare(policy, dtype, wide, tmp_path, monkeypatch)
 

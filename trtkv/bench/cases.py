@@ -94,7 +94,7 @@ def find_geometry(name: str, dtype: str) -> ModelConfig:
 
 
 def find_policy(text: str, context: int, budget: int | None, pooling: str | None, sets: Iterable[str]) -> Policy:
-    """Return a policy whose layers all select, with the budget requested or, for roles that select, the default of the context.
+    """Return a policy whose layers all choose, with the budget requested or, for roles that select, the default of the context.
 
     A setting applies where the policy has its field. Raises UnknownName, ConfigError or PolicyConflict; ConfigError for a policy whose cache is
     not paged, because that has no separate kernels.
@@ -102,7 +102,7 @@ def find_policy(text: str, context: int, budget: int | None, pooling: str | None
     policy = parse_policy(text)
     if policy.retrieve:
         own = BUDGETS[context > SHORT_CONTEXT] if budget is None else budget
-        policy = policy.with_budget(own).with_field("retrieve.dense_layers", "0")
+        policy = policy.with_budget(own).with_field("retrieve.dense_layers", "0").with_field("retrieve.anchors", "1")
         if pooling is not None:
             policy = policy.with_field("retrieve.pooling", pooling)
     for item in sets:

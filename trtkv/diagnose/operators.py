@@ -186,6 +186,10 @@ class _Step:
             self.narrow[node.output[0]] = value if single else shadow.round(value)
             self.single.update(node.output if single else ())
             return
+        if node.op_type == "Gather" and node.input[1] in shadow._constants:  # lists of a selection in another order
+            value = self.taps[node.input[0]].cpu()[:, self._argument(node.input[1], {}, shadow.wide)]
+            self.exact[node.output[0]], self.narrow[node.output[0]] = value, value
+            return
         if node.op_type == "Gather":
             index = self.inputs[node.input[1]].cpu().long()
             looked_up = node.input[0] == shadow._embedding

@@ -196,6 +196,8 @@ def _assumptions(one: Footprint, offload: bool) -> list[str]:
     policy, said = one.policy, []
     if policy.allocate and policy.allocate.measured:
         said.append(f"allocate role '{type(policy.allocate).__name__}' measures the prompt: all layers are taken to be alike")
+    if policy.evict and policy.evict.repeat() is not None:
+        said.append("a prompt above the budget is repeated before it is evicted from: the peak includes the longest request, its scores do not count")
     if policy.quantize and policy.quantize.demoted_only and policy.evict and type(policy.evict).split is Evict.split:
         said.append("the evict role does not say how many tokens it demotes: all are counted in full precision")
     if one.count.form is not None:

@@ -52,10 +52,8 @@ def row_profiles(plan: CachePlan, limits: Limits) -> list[Profile]:
 
 def largest_sizes(plan: CachePlan, limits: Limits) -> dict[str, int]:
     """Return the largest size of every dynamic dimension of a step's inputs under one plan, by its letter."""
-    batch = limits.max_batch_size
-    return {
-        "T": limits.max_chunk_tokens, "B": batch, "B1": batch + 1, "R": batch, "M": plan.pages(limits.max_seq_len), "Y": plan.num_page_groups,
-    }  # fmt: skip
+    batch, pages = limits.max_batch_size, plan.pages(plan.positions(limits.max_seq_len))
+    return {"T": limits.max_chunk_tokens, "B": batch, "B1": batch + 1, "R": batch, "M": pages, "Y": plan.num_page_groups}
 
 
 def largest_shapes(plan: CachePlan, limits: Limits) -> dict[str, Shape]:

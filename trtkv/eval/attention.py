@@ -58,6 +58,9 @@ class AttentionError(Perplexity):
         if bench.length <= DECODED:
             raise ConfigError(f"the task '{self.name}' compares {DECODED} tokens after a prompt", f"Give at least --length {DECODED + 1}.")
         full, plan = bench.full(), bench.llm.engine.cache.plan
+        if plan.evict is not None and plan.evict.repeat is not None:
+            problem = f"the task '{self.name}' replays layer by layer, and policy '{plan.policy}' has the model repeat prompts"
+            raise ConfigError(problem, "Choose another task, such as agreement.")
         policy = policy_of(plan)
         texts = windows(bench.llm, self._options, bench.length, bench.samples, bench.seed)
         errors, recalls, covered = (torch.zeros(len(texts), plan.num_layers, dtype=torch.float64) for _ in range(3))

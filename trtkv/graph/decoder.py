@@ -13,7 +13,7 @@ from plugins.nodes import ALL_GATHER, ALL_REDUCE, APPEND, ATTEND, LOCAL_ROPE, SE
 from trtkv.config import Limits, ModelConfig
 from trtkv.graph.network import Network
 from trtkv.graph.weights import WeightSpec, shares_head, weight_specs
-from trtkv.plan import CachePlan
+from trtkv.plan import CachePlan, SelectPlan
 
 if TYPE_CHECKING:
     import onnx
@@ -38,21 +38,27 @@ def build_decoder(model: ModelConfig, plan: CachePlan, limits: Limits, tp: int =
     Output: logits [R, V] fp32 of the rows that `last_rows` names.
     """
     net = Network(model.model_type, model.dtype)
-    sizes = {"X": limits.max_seq_len, "D": model.head_dim, "A": plan.num_addresses}
+    sizes = {"X": plan.positions(limits.max_seq_len), "D": model.head_dim, "A": plan.num_addresses}
     for name, (dtype, shape) in STEP_INPUTS.items():
         net.input(name, dtype, [sizes.get(letter, letter) for letter in shape])
     if model.sliding and model.sliding.rope:
-        net.input(LOCAL_ROPE, "float32", [limits.max_seq_len, model.head_dim])
+        net.input(LOCAL_ROPE, "float32", [sizes["X"], model.head_dim])
     specs = weight_specs(model, tp)
     for spec in specs:
         net.weight(spec.name, spec.shape, spec.quantization, spec.sources)
+
+    selections: dict[int, str] = {}
 
     def attention(layer: int, qkv: str) -> str:
         at, number = f"layers.{layer}", plan.number_of(layer)
         config, rope = op_config(model, plan, number), LOCAL_ROPE if plan.slides(number) and model.sliding and model.sliding.rope else "rope"
         norms = [f"{at}.q_norm", f"{at}.k_norm"] if model.qk_norm else []
+        select = None if plan.slides(number) else plan.select[number]
+        selection = [] if select is None or select.reuses is None else [other_heads(net, select, config, selections[select.reuses], at)]
         q = net.plugin(APPEND, [qkv, "positions", *SEQUENCES, rope, "state", *norms], f"{at}.query", number, config)
-        selection = [net.plugin(SELECT, [q, *SEQUENCES, "state"], f"{at}.selection", number, config)] if config.select_width else []
+        if select is not None and select.reuses is None:
+            selections[number] = net.plugin(SELECT, [q, *SEQUENCES, "state"], f"{at}.selection", number, config)
+            selection = [selections[number]]
         return net.plugin(ATTEND, [q, *SEQUENCES, "state", *selection], f"{at}.attended", number, config)
 
     def added(layer: int, part: str, name: str) -> str:
@@ -61,6 +67,15 @@ def build_decoder(model: ModelConfig, plan: CachePlan, limits: Limits, tp: int =
 
     add_head(net, model, plan, add_layers(net, model, "token_ids", attention, added), tp)
     return Decoder(net.model(), specs)
+
+
+def other_heads(net: Network, select: SelectPlan, config: OpConfig, chosen: str, at: str) -> str:
+    """Return what another layer chose [B, H, K + 1] in the order in which a layer's heads read it."""
+    if select.heads is None:
+        return chosen
+    each = config.select_heads // config.num_kv_heads
+    lists = [head * each + one for head in select.heads for one in range(each)]
+    return net.node("Gather", [chosen, net.constant(f"{at}.heads", np.array(lists, np.int32))], f"{at}.chosen", axis=1)
 
 
 def add_head(net: Network, model: ModelConfig, plan: CachePlan, normed: str, tp: int = 1) -> None:

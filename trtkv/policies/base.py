@@ -4,14 +4,15 @@ A role holds fields, says what it means in a few lines of obviously right fp32 t
 forward and no device code: state lives in buffers that the plan names, kernels live in `plugins`.
 
 A step of the runtime calls roles in this order: append; in decode, encode where `Quantize.flush_first`; attend, in decode over what `Retrieve`
-chose, in a prompt over what `Prefill` did; `Evict.observe`; at the end of the prompt `Allocate.measure` and `budgets`; `Evict.due`, `keep`; encode
-what `Quantize.flush` allows. Everything that decides about lengths is a function of integers that the host knows (`Occupancy`): no step waits.
+chose, in a prompt over what `Prefill` did; `Evict.observe`; at the end of the prompt, once it is repeated where `Evict.repeat` says so,
+`Allocate.measure`, `shares` and `budgets`; `Evict.due`, `keep`; encode what `Quantize.flush` allows. Everything that decides about lengths is a
+function of integers that the host knows (`Occupancy`): no step waits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from trtkv.config import ModelConfig
 from trtkv.plan import BufferSpec, CacheView, EvictPlan, Meaning, Occupancy, OffloadPlan, Pooling, PrefillPlan, QuantizePlan, SelectPlan
 from trtkv.policies.capabilities import OBSERVED
+from trtkv.policies.grants import Ask as Ask
+from trtkv.policies.grants import Grants as Grants
+from trtkv.repeat import Repeat, RepeatPlan
 from trtkv.rules import Encoding, EvictRule, PrefillRule, Summary
 
 if TYPE_CHECKING:
@@ -81,16 +85,6 @@ class Role(BaseModel):
         """Raise ConfigError, in the name of the policy, where fields contradict each other."""
 
 
-class Ask(NamedTuple):
-    """What is to be distributed: `free` tokens for each KV head on average, beyond `fixed` ones, for a prompt of so many tokens."""
-
-    num_layers: int
-    num_kv_heads: int
-    free: float
-    fixed: int
-    prompt: int
-
-
 class Allocate(Role):
     """How many tokens may each layer and KV head keep?
 
@@ -117,19 +111,16 @@ class Allocate(Role):
         return self.measured
 
     def measure(self, view: CacheView, evict: Evict) -> Tensor:
-        """Measure a layer at the end of the prompt, for the evict role that is served: [Hk] fp32."""
+        """Measure a layer at the end of the prompt, for the evict role that is served: [Hk] fp32, or what `shares` takes."""
         raise NotImplementedError
+
+    def shares(self, ask: Ask, measures: Tensor) -> Tensor:
+        """Turn what `measure` returned of all layers [L, ...] into what `budgets` takes: [L, Hk] fp32."""
+        return measures
 
     def budgets(self, ask: Ask, measures: Floats | None) -> Ints:
         """Distribute what the evict role leaves free: [L, Hk] int64; measures [L, Hk] fp32 where `measured`. On the host: estimates need no torch."""
         raise NotImplementedError
-
-
-class Grants(NamedTuple):
-    """Tokens that each KV head of each layer keeps, sink and window included, and how many of them in full precision: [L][Hk] or None."""
-
-    tokens: tuple[tuple[int, ...], ...] | None
-    precise: tuple[tuple[int, ...], ...] | None
 
 
 class Evict(Role):
@@ -158,18 +149,31 @@ class Evict(Role):
         return None
 
     def grants(self, allocate: Allocate | None, num_layers: int, num_kv_heads: int, prompt: int, measures: Tensor | Floats | None = None) -> Grants:
-        """Return what each layer's KV heads may keep for a prompt of so many tokens; measures [L, Hk] fp32 where the allocate role is `measured`."""
+        """Return what each layer's KV heads may keep for a prompt of so many tokens; measures are a `measured` allocate role's, of all layers."""
         free = self.free(prompt)
         if free is None:
             return Grants(None, None)
         fixed, alike = self.fixed(prompt), ((int(free + ROUND_OFF),) * num_kv_heads,) * num_layers
         shared = alike
         if allocate is not None:
-            measures = measures if measures is None or isinstance(measures, np.ndarray) else measures.float().cpu().numpy()
-            shared = tuple(map(tuple, allocate.budgets(Ask(num_layers, num_kv_heads, free, fixed, prompt), measures).tolist()))
+            ask = Ask(num_layers, num_kv_heads, free, fixed, prompt)
+            if measures is not None and not isinstance(measures, np.ndarray):
+                measures = allocate.shares(ask, measures).float().cpu().numpy()
+            shared = tuple(map(tuple, allocate.budgets(ask, measures).tolist()))
             if allocate.splits == "precise":
                 return Grants(tuple(tuple(fixed + one for one in layer) for layer in alike), shared)
         return Grants(tuple(tuple(min(UNLIMITED, fixed + one) for one in layer) for layer in shared), None)
+
+    def repeat(self) -> RepeatPlan | None:
+        """Say how the model repeats a complete prompt before anything is evicted, None where it does not."""
+        return None
+
+    def repeated(self, query: Tensor, keys: Tensor, scale: float, of: Repeat) -> Tensor:
+        """Score the part of a prompt that is repeated: [Hk, stop - start] fp32; a view's `repeated` has the highest scores of all steps.
+
+        query [n, Hq, D] are a step's newest tokens, keys [Hk, S, D] those of the whole prompt and then of the request so far.
+        """
+        raise NotImplementedError
 
     def observe(self, view: CacheView) -> Mapping[str, Tensor]:
         """Return the token state [Hk, S] after this step's attention; called in every step when `token_state` is not empty."""
@@ -220,15 +224,15 @@ class Evict(Role):
 
     def plan(self, allocate: Allocate | None = None) -> EvictPlan:
         """Lower the role, with the allocate role that serves it, to what the runtime must provide."""
-        needs, window, paged = self.needs, self.observe_window, "equal_heads" not in self.takes
-        ragged = False
+        needs, window, alike, repeat = self.needs, self.observe_window, "equal_heads" not in self.takes, self.repeat()
+        apart = repeat is not None  # heads have their own pages, whether they store equally many tokens or not
         if allocate is not None:
             needs, window = needs | allocate.needs, max(window, allocate.observe_window)
             shares = allocate.measured or "equal_heads" in allocate.takes
-            ragged = paged and shares and allocate.splits == "tokens" and self.bounded
-            paged = paged and not shares
+            alike, apart = alike and (not shares or allocate.splits == "tokens"), apart or shares
+        paged, ragged = alike and not apart, alike and apart and self.bounded
         asked = tuple(sorted(needs & OBSERVED))
-        return EvictPlan(self.meaning(), asked, window, dict(self.token_state), paged, self.prompt_only, ragged, self.stated)
+        return EvictPlan(self.meaning(), asked, window, dict(self.token_state), paged, self.prompt_only, ragged, self.stated, repeat)
 
 
 class Quantize(Role):
@@ -323,7 +327,9 @@ class Retrieve(Role):
 
     budget: attended tokens of each KV head, with sink, window and the open group; sink and window: first and last tokens that every query reads,
     the newest one always; dense_layers: first layers that read everything; pooling: how the query heads of a group agree on one selection ("none":
-    every query head selects for itself); top_p: share of the estimated attention that is enough, within the budget (Twilight, arXiv 2502.02770).
+    every query head selects for itself); top_p: share of the estimated attention that is enough, within the budget (Twilight, arXiv 2502.02770);
+    anchors: layers that choose, while those up to the next read the same of their own tokens, every so many-th layer or these (Kascade, arXiv
+    2512.16391); heads: for each layer, whose choice its KV heads read among those of its anchor, the same ones' where there is none.
     """
 
     kind: ClassVar[Kind] = "retrieve"
@@ -335,6 +341,17 @@ class Retrieve(Role):
     dense_layers: int = Field(0, ge=0)
     pooling: Pooling = "softmax-mean"
     top_p: float | None = Field(None, gt=0.0, lt=1.0)
+    anchors: Annotated[int, Field(ge=1)] | tuple[int, ...] = 1
+    heads: tuple[tuple[int, ...], ...] = ()
+
+    def anchor_of(self, layer: int) -> int | None:
+        """Return the layer that chooses what a layer reads: itself or one before it, the first that selects at least; None where all is read."""
+        first = self.dense_layers
+        if layer < first:
+            return None
+        if isinstance(self.anchors, int):
+            return layer - (layer - first) % self.anchors
+        return max((one for one in self.anchors if first <= one <= layer), default=first)
 
     @property
     def unit(self) -> int:
@@ -375,17 +392,7 @@ class Retrieve(Role):
         """Lower the fields to what the selection op reads."""
         cls = type(self)
         return SelectPlan(
-            meaning=self.meaning(),
-            budget=self.budget,
-            sink=self.sink,
-            window=self.window,
-            unit=self.unit,
-            group=self.summary_group,
-            pooling=self.pooling,
-            speculative=cls.corrected is not Retrieve.corrected,
-            forces=cls.forced is not Retrieve.forced,
-            summary=self.stated,
-            outliers=self.forced_tokens // self.unit,
-            shared=self.joins_heads,
-            top_p=self.top_p,
-        )
+            self.meaning(), self.budget, self.sink, self.window, self.unit, self.summary_group, self.pooling, summary=self.stated, top_p=self.top_p,
+            speculative=cls.corrected is not Retrieve.corrected, forces=cls.forced is not Retrieve.forced,
+            outliers=self.forced_tokens // self.unit, shared=self.joins_heads,
+        )  # fmt: skip

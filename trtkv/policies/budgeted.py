@@ -35,6 +35,10 @@ class Ranked(Evict):
         """Score every stored token: [Hk, S] fp32, higher stays."""
         raise NotImplementedError
 
+    def ranks(self, view: CacheView) -> Tensor:
+        """Return what tokens stay by [Hk, S] fp32, where that is more than their scores, by which an allocate role distributes."""
+        return self.scores(view)
+
     def fixed(self, prompt: int) -> int:
         """Sink and window."""
         return sum(self.reserved(prompt))
@@ -71,7 +75,7 @@ class Ranked(Evict):
     def keep(self, view: CacheView) -> Verdict:
         """Keep first and last tokens and the best of the others."""
         sink, window = self.reserved(view.at.prompt)
-        scores, kept, granted = self.scores(view), [], self.granted(view.at)
+        scores, kept, granted = self.ranks(view), [], self.granted(view.at)
         if len({*zip(view.at.lengths, granted, strict=True)}) == 1:
             return Verdict(self._kept(scores, view.at.stored, granted[0], sink, window))
         for head, (length, budget) in enumerate(zip(view.at.lengths, granted, strict=True)):

@@ -5,6 +5,7 @@ CAPABILITIES: dict[str, tuple[bool, str]] = {
     "attention_mass": (True, "the attention that every stored token received so far"),
     "attention_newest": (True, "the newest query's attention to every stored token"),
     "last_queries": (True, "the newest queries"),
+    "output_projection": (True, "the matrix that a layer's attention output is multiplied by"),
     "dense_decode": (True, "decode queries that attend to every stored token"),
     "equal_heads": (True, "equally many tokens in every KV head"),
     "stable_groups": (True, "stored tokens that stay in their group or page while the model decodes"),
@@ -17,4 +18,4 @@ CAPABILITIES: dict[str, tuple[bool, str]] = {
 }
 
 # What the runtime observes for the evict role that asks for it.
-OBSERVED = frozenset({"attention_mass", "attention_newest", "last_queries"})
+OBSERVED = frozenset({"attention_mass", "attention_newest", "last_queries", "output_projection"})

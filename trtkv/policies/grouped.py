@@ -23,7 +23,7 @@ class Grouped(Quantize):
     tokens in full precision.
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset({"settled_prefix", "equal_heads"})
+    needs: ClassVar[frozenset[str]] = frozenset({"settled_prefix"})
     bits: Literal[2, 4] = 2
     group: int = Field(32, ge=4)
     residual: int = Field(128, ge=4)

@@ -88,6 +88,11 @@ class Policy(BaseModel):
             role.check(self.name)
         if self.retrieve:
             check_budget(self.name, self.retrieve)
+            if self.evict and self.retrieve.anchors != 1:
+                raise PolicyConflict(
+                    f"'{self.name}': layers read what others chose, and evict role '{_file(self.evict)}' leaves each its own tokens",
+                    "Leave retrieve.anchors out, or the evict role.",
+                )
         clash = self.clash()
         if clash:
             raise _conflict(self, *clash)
@@ -138,10 +143,13 @@ class Policy(BaseModel):
         buffers = [BufferSpec(name, head, "P Hk N D", model.dtype, every) for name in ("keys", "values")]
         select: list[SelectPlan | None] = [None] * model.num_layers
         if retrieve:
-            sparse = every[retrieve.dense_layers :]
-            buffers += retrieve.buffers(model, page_size, sparse)
-            for layer in sparse:
-                select[layer] = retrieve.select_plan()
+            check_anchors(self.name, retrieve, model)
+            anchors = {layer: anchor for layer in every if (anchor := retrieve.anchor_of(layer)) is not None}
+            buffers += retrieve.buffers(model, page_size, tuple(layer for layer, anchor in anchors.items() if layer == anchor))
+            for layer, anchor in anchors.items():
+                own = retrieve.select_plan()
+                heads = retrieve.heads[layer] or None if retrieve.heads else None
+                select[layer] = own if layer == anchor else replace(own, reuses=anchor, heads=heads)
         for role in (self.allocate, self.evict, quantize):
             buffers += role.buffers(model, page_size, every) if role else ()
         made = CachePlan(
@@ -207,6 +215,22 @@ def check_budget(name: str, role: Retrieve) -> None:
         )
 
 
+def check_anchors(name: str, role: Retrieve, model: ModelConfig) -> None:
+    """Raise ConfigError for anchors that are none of the layers, and for heads that these have not."""
+    num_layers, num_heads = model.num_layers, model.num_kv_heads
+    beyond = [] if isinstance(role.anchors, int) else [one for one in role.anchors if not 0 <= one < num_layers]
+    if beyond:
+        raise ConfigError(
+            f"retrieve.anchors of '{name}' names layer {beyond[0]}, and the policy acts on {num_layers}", f"Name layers from 0 to {num_layers - 1}."
+        )
+    fits = all(not own or (len(own) == num_heads and all(0 <= one < num_heads for one in own)) for own in role.heads)
+    if role.heads and (len(role.heads) != num_layers or not fits):
+        raise ConfigError(
+            f"retrieve.heads of '{name}' is no table of {num_heads} KV heads for each of {num_layers} layers",
+            "Give a list of lists, [] for the same heads.",
+        )
+
+
 def _conflict(policy: Policy, role: Role, capability: str, other: Role | None) -> PolicyConflict:
     mine, what = f"{role.kind} role '{_file(role)}'", CAPABILITIES.get(capability, (False, capability))[1]
     if other is None:
@@ -231,7 +255,7 @@ def make_role(cls: type[Role], fields: dict[str, Any], policy: str) -> Role:
         return cls(**fields)
     except ValidationError as error:
         first = error.errors()[0]
-        path = f"{cls.kind}.{'.'.join(map(str, first['loc']))}"
+        path = f"{cls.kind}.{first['loc'][0]}"
         raise ConfigError(
             f"{path} = {first['input']} of policy '{policy}' is refused: {first['msg'].lower()}", f"See `trtkv policies {policy}`."
         ) from None

@@ -62,11 +62,13 @@ def trajectory(
 def prefill_peak(policy: Policy, prompt: int, chunk: int, *, num_kv_heads: int, layer: int = 0, num_layers: int = 1) -> int:
     """Return the most tokens that a KV head of a layer stores at once while a prompt is read in chunks of so many tokens.
 
-    The last chunk counts before its eviction; few roles evict earlier.
+    The last chunk counts before its eviction, with a request to repeat the prompt where there is one; few roles evict earlier.
     """
     evict = policy.evict
     if evict is None:
         return prompt
+    if (repeat := evict.repeat()) is not None:
+        return prompt + repeat.beside(prompt)
     length = settled = most = 0
     for start in range(0, prompt, chunk):
         seen = min(prompt, start + chunk)

@@ -151,7 +151,7 @@ class Batcher:
         with self.lock:
             for index, (tokens, settings) in enumerate(zip(prompts, params, strict=True)):
                 adapter, root = self.engine.adapters.find(settings.adapter)
-                one = Running(index, list(tokens), len(tokens), settings.max_tokens, priority, tenant, adapter, root)
+                one = Running(index, list(tokens), len(tokens), settings.max_tokens, priority, tenant, adapter, root, at_once=bool(kept))
                 self.scheduler.add(one)
                 self._calls[one] = call
                 call.members.append(one)
@@ -246,12 +246,21 @@ class Batcher:
         self.steps += 1
         figures = StepFigures.of(self.engine.cache, batch, self.scheduler.running, 0.0)
         for one, row in batch:
-            one.seen += len(row.tokens)
+            self._advance(one, row)
             self.scheduler.stored(one)
         for one in wanted:
             one.tokens.append(PENDING)
         constrained = [one for one in wanted if self._calls[one].params[one.request].constrained]
         return _Step(batch, wanted, constrained, [len(one.tokens) - 1 for one in wanted], result, figures, began_s)
+
+    def _advance(self, one: Running, row: StepRow) -> None:
+        """Count what a row has read of a sequence, or of a request to repeat its prompt."""
+        if row.repeat is None:
+            one.seen += len(row.tokens)
+        elif row.repeat.ends:
+            one.requests.popleft()
+        if self.engine.repeater is not None and row.repeat is None and one.seen == one.num_prompt and not one.at_once:
+            one.requests.extend(self.engine.repeater.requests(one.tokens[: one.num_prompt]))
 
     def _finish(self, step: _Step) -> None:
         """Read what a step chose and answer; sequences that have ended meanwhile get nothing."""

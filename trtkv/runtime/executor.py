@@ -56,6 +56,9 @@ class TorchExecutor:
                     packed_products.prepare(matrix, cache.num_slots, self.weight("norm"), gated=gated)
                 else:
                     fused.prepare(matrix, cache.num_slots, gated=gated, normed=normed)
+        if cache.plan.evict is not None and "output_projection" in cache.plan.evict.needs:
+            layers = [layer for layer in range(cache.plan.all_layers) if not cache.plan.slides(cache.plan.number_of(layer))]
+            cache.show_projections(lambda layer: self._projection(layers[layer]))
         self._capturable = all(cache.captures(call.layer, call.config, dtype) for call in calls)
 
     @property
@@ -68,6 +71,13 @@ class TorchExecutor:
         weight = self._bound[name]
         assert isinstance(weight, Weight), f"the input {name} is a constant of the graph"
         return weight.whole
+
+    def _projection(self, layer: int) -> Tensor:
+        """Return the output projection of one of the model's layers by query head [Hq, D, E], without what adapters add."""
+        matrix = self._bound[f"layers.{layer}.o"]
+        whole = matrix.whole if isinstance(matrix, Weight) else torch.cat([part.wide(slice(None)) for part in matrix.parts])
+        by_head: Tensor = whole.t().unflatten(0, (self.cache.plan.num_q_heads, -1))
+        return by_head
 
     @torch.inference_mode()
     def run(self, inputs: Mapping[str, Tensor]) -> Tensor:

@@ -223,7 +223,7 @@ def _with_lifetimes(nodes: list[Node], outputs: set[str]) -> list[Node]:
 
 
 def _gather(node: Node, args: list[Any]) -> Tensor:
-    found: Tensor = args[0].look_up(args[1]) if isinstance(args[0], PackedWeight) else args[0].index_select(0, args[1])
+    found: Tensor = args[0].look_up(args[1]) if isinstance(args[0], PackedWeight) else args[0].index_select(node.attributes["axis"], args[1])
     return found
 
 

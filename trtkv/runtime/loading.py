@@ -35,10 +35,12 @@ from trtkv.runtime.host_memory import host_room, open_offload, recall_of
 from trtkv.runtime.memory import captured_bytes, check_weights, pool_sizes
 from trtkv.runtime.packed import Bound
 from trtkv.runtime.pages import GroupPages, HeadPageAllocator, PageAllocator, Reservation, make_pages
+from trtkv.runtime.repeat import Encode, Repeater
 from trtkv.runtime.rope import rope_tables
 from trtkv.runtime.rows import Executor
 from trtkv.runtime.step import Stepper
 from trtkv.runtime.streams import current
+from trtkv.runtime.tokenizer import Tokenizer
 from trtkv.runtime.weights import map_weights, random_weights
 
 if TYPE_CHECKING:
@@ -76,7 +78,7 @@ class Options:
 class Engine:
     """An opened engine; slots are the free ones, why_torch says why TensorRT does not run it, if it does not; swap_bytes as in `Options`.
 
-    weights names those that it runs: their fingerprint, or "random".
+    weights names those that it runs: their fingerprint, or "random"; repeater requests prompts again, where the policy needs that.
     """
 
     manifest: Manifest
@@ -88,6 +90,7 @@ class Engine:
     swap_bytes: int | None = None
     adapters: Adapters = field(default_factory=Adapters)
     weights: str = "unknown"
+    repeater: Repeater | None = None
 
     @property
     def plan_unused(self) -> str | None:
@@ -184,12 +187,23 @@ def _open(directory: Path, options: Options, progress: Progress, part: Part | No
     elif offload:
         measure.settle(offload, plan)
     executor = _executor(directory, manifest, loaded, weights, cache, adapters)
-    ropes = rope_tables(manifest.model, manifest.limits.max_seq_len)
+    ropes = rope_tables(manifest.model, plan.positions(manifest.limits.max_seq_len))
     slots = list(range(manifest.limits.max_batch_size - 1, -1, -1))
     # A cache in tensors has no pages; their number only limits it.
     pages = make_pages(num_pages if cache.uses_pages else num_pages[:1], plan.num_page_groups if cache.rows_have_pages else 0)
-    stepper = Stepper(executor, cache, manifest.limits, ropes)
-    return Engine(manifest, cache, stepper, pages, slots, why_torch, options.swap_bytes, adapters, named)
+    repeater = _repeater(directory, manifest, named)
+    stepper = Stepper(executor, cache, manifest.limits, ropes, repeater)
+    return Engine(manifest, cache, stepper, pages, slots, why_torch, options.swap_bytes, adapters, named, repeater)
+
+
+def _repeater(directory: Path, manifest: Manifest, weights: str) -> Repeater | None:
+    """Return what has prompts repeated, None where the policy needs none."""
+    encode: Encode | None = None
+    if weights == "random":  # to which any words say as little
+        encode = lambda words: [0] * (len(words) // 4)  # noqa: E731
+    elif (directory / "tokenizer.json").is_file():
+        encode = lambda words: Tokenizer(directory).encode(words, add_special=False)  # noqa: E731
+    return Repeater.of(manifest.cache, manifest.limits, encode)
 
 
 def _agreed(num_pages: list[int], part: Part) -> list[int]:
@@ -335,6 +349,8 @@ def _why_not_tensorrt(manifest: Manifest, device: torch.device) -> str | None:
         return "no CUDA device is used"
     if manifest.plan_info is None:
         return manifest.plan_missing or "the directory holds no plan"
+    if manifest.cache.evict is not None and "output_projection" in manifest.cache.evict.needs:
+        return f"the policy '{manifest.cache.policy}' reads output projections, which lie in its plan"
     from trtkv.runtime.where_tensorrt_runs import can_run
 
     return can_run(manifest.plan_info, manifest.command, device)

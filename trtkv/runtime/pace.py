@@ -26,7 +26,7 @@ class Pace:
             return
         if step.prompt_tokens >= LEAST_TOKENS:  # what shorter ones take is not that of their tokens
             self.token_s = _mixed(self.token_s, step.seconds / step.prompt_tokens)
-        elif not step.prompt_tokens:
+        elif step.decoding == step.sequences:
             self.step_s = _mixed(self.step_s, step.seconds)
 
     def chunk(self, most: int) -> int:

@@ -67,7 +67,7 @@ class ClaimScheduler(Scheduler, Generic[Held]):
         super().stored(sequence)
         claim = self._reserved[sequence]
         claim.pages = self._cut_back(sequence, claim.pages)
-        if sequence.seen == sequence.num_prompt:
+        if sequence.seen == sequence.num_prompt and not sequence.requests:
             claim.most = self._shrinking.pages_to_end(sequence.slot, sequence.max_tokens)
 
     def pages_of(self, one: Running) -> Held:
@@ -232,10 +232,16 @@ class HeadReservingScheduler(ClaimScheduler[HeadPages]):
         assert isinstance(pages, HeadPages), "heads have their own pages"
         self._pool.give(pages)
 
+    def _beside(self, one: Running, count: int) -> int:
+        """Return the tokens that a step of so many new ones stores beside them: of the requests to repeat a prompt that it completes and reads."""
+        reads = one.at_once and one.seen < one.num_prompt == one.seen + count
+        return self.plan.positions(one.num_prompt) - one.num_prompt if reads else 0
+
     def _prepare(self, one: Running, count: int) -> int:
         """Take the pages of the next tokens."""
         count, claim = self._cut(one, count), self._reserved[one]
-        need = self._ledger.pages(one.slot, count) if one.seen else self._ledger.pages_to_begin(one.num_prompt, count)
+        tokens = count + self._beside(one, count)
+        need = self._ledger.pages(one.slot, tokens) if one.seen else self._ledger.pages_to_begin(one.num_prompt, tokens)
         more = need - claim.pages.counts
         if count and (more > 0).any():
             claim.pages = self._pool.extend(claim.pages, np.maximum(more, 0))

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from plugins.cache.pages import Pages
+from trtkv.repeat import Repeat
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,8 @@ class StepRow:
 
     pages are one list for all page groups, or a list of one for each, or those of KV heads that have their own. logits_of counts from the first new
     token; empty while a prompt is not finished. prompt is the length of the whole prompt, by default what there is once these tokens are in. adapter
-    is the number of the LoRA adapter that computes it, -1 for none.
+    is the number of the LoRA adapter that computes it, -1 for none; repeat says what the tokens repeat, where they are of a request to do so. later
+    says that such requests follow in rows of other steps, where a policy has the prompt repeated that this row completes.
     """
 
     tokens: Sequence[int]
@@ -57,3 +59,5 @@ class StepRow:
     logits_of: Sequence[int] = ()
     prompt: int | None = None
     adapter: int = -1
+    repeat: Repeat | None = None
+    later: bool = False

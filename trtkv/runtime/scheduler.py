@@ -121,7 +121,7 @@ class Scheduler(ABC):
 
     def _rows(self, sequences: Sequence[Running], room: int) -> Iterator[tuple[Running, StepRow]]:
         for one in sequences:
-            left = len(one.tokens) - one.seen
+            left = one.requests[0].left if one.requests else len(one.tokens) - one.seen
             count = min(room, left)
             if count == left - 1 and count > 1:
                 count -= 1  # a prompt's last token alone would be taken for one that decodes
@@ -131,9 +131,12 @@ class Scheduler(ABC):
                     one.arriving.wait()
                     one.arriving = None
                 room -= count
+                if one.requests:
+                    yield one, one.requests[0].row(StepRow((), 0, one.slot, self.pages_of(one), adapter=one.adapter), count)
+                    continue
                 finished = one.seen + count == len(one.tokens)
                 tokens, last = one.tokens[one.seen : one.seen + count], (count - 1,) if finished else ()
-                yield one, StepRow(tokens, one.seen, one.slot, self.pages_of(one), last, one.num_prompt, one.adapter)
+                yield one, StepRow(tokens, one.seen, one.slot, self.pages_of(one), last, one.num_prompt, one.adapter, later=not one.at_once)
 
     def _prepare(self, one: Running, count: int) -> int:
         """Have pages for a sequence's next tokens; returns for how many of them there are."""

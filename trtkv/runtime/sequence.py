@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 from plugins.cache.pages import Pages
 from trtkv.runtime.host_records import Place
 from trtkv.runtime.prefix_tree import Key
+from trtkv.runtime.repeat import Request
 from trtkv.runtime.streams import Stretch
 
 _arrivals = itertools.count()
@@ -55,7 +57,8 @@ class Running:
     and root that adapter's digest, from which the names of its pages follow. reused counts tokens whose pages another sequence had filled, keys
     names its full pages as far as anybody asked, offered counts those offered to others; began_s is when it first got a slot (monotonic
     seconds). pages are those of a cache that grows; where it shrinks, its claim has them. left is what a preempted sequence has in host memory
-    beside the pages that it still owns, arriving what is on its way back, or here. parcel is a prompt that another engine has read.
+    beside the pages that it still owns, arriving what is on its way back, or here. parcel is a prompt that another engine has read. requests are
+    those to repeat the complete prompt that have not been read; at_once says that the step that completes it reads them.
     """
 
     request: int
@@ -77,6 +80,8 @@ class Running:
     left: Left | None = None
     arriving: Stretch | None = None
     parcel: Parcel | None = None
+    requests: deque[Request] = field(default_factory=deque)
+    at_once: bool = False
 
     @property
     def num_generated(self) -> int:
@@ -86,7 +91,7 @@ class Running:
     @property
     def decodes(self) -> bool:
         """Whether its next step has one token, after the prompt."""
-        return len(self.tokens) - self.seen == 1 and self.seen >= self.num_prompt
+        return len(self.tokens) - self.seen == 1 and self.seen >= self.num_prompt and not self.requests
 
     @property
     def order(self) -> tuple[int, int]:

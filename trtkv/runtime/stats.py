@@ -29,16 +29,17 @@ class StepFigures:
         """Measure a step, with the bytes of all that run; the sequences' `seen` are those before it."""
         lengths = [row.seen + len(row.tokens) for _, row in batch]
         taking_part = {one for one, _ in batch}
-        beside = [(one.slot, one.seen) for one in running if one.seen and one not in taking_part]
+        sizes = [(one.slot, length) for (one, _), length in zip(batch, lengths, strict=True)]
+        sizes += [(one.slot, one.seen) for one in running if one.seen and one not in taking_part]
         return StepFigures(
             seconds=seconds,
             sequences=len(batch),
-            decoding=sum(length > one.num_prompt for (one, _), length in zip(batch, lengths, strict=True)),
+            decoding=sum(length > one.num_prompt and row.repeat is None for (one, row), length in zip(batch, lengths, strict=True)),
             prompt_tokens=sum(len(row.tokens) for one, row in batch if row.seen < one.num_prompt),
             generated=sum(bool(row.logits_of) for _, row in batch),
             read_tokens=cache.read_tokens,
-            stored_bytes=cache.stored_bytes(beside),
-            reserved_bytes=cache.reserved_bytes(beside),
+            stored_bytes=cache.stored_bytes(sizes),
+            reserved_bytes=cache.reserved_bytes(sizes),
         )
 
 

@@ -2,7 +2,8 @@
 
 The scheduler says which sequences take part and with how many new tokens; the step announces to the cache where their tokens are stored,
 fills the engine's inputs, and runs the graph once. Decode is the case of one new token each, prefill of a chunk; they take turns.
-`run` returns logits; `launch` chooses the next tokens on the device as well, where the next step finds them before the host does.
+`run` returns logits; `launch` chooses the next tokens on the device as well, where the next step finds them before the host does. Where a policy
+has prompts repeated, a step that completes one goes on until it has been, unless its row says that this is for later steps.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from trtkv.runtime.choice import PENDING, Choice
 from trtkv.runtime.device_sampler import Chosen, DeviceSampler
 from trtkv.runtime.graphs import DecodeGraphs
 from trtkv.runtime.inputs import adapted, adapter_inputs, page_table, small_inputs
+from trtkv.runtime.repeat import Repeater
 from trtkv.runtime.rows import Executor, StepRow
 from trtkv.runtime.streams import current
 
@@ -49,12 +51,14 @@ class Stepper:
     _vocab = 0
     _launched: tuple[Tensor, Sequence[Choice], list[int], Chosen] | None = None  # the last step, where rows of it are chosen again
 
-    def __init__(self, executor: Executor, cache: Cache, limits: Limits, ropes: Mapping[str, Tensor]) -> None:
-        """Take an executor and its cache; ropes is `rope_tables`' result."""
-        self.executor, self.cache, self.limits = executor, cache, limits
+    def __init__(
+        self, executor: Executor, cache: Cache, limits: Limits, ropes: Mapping[str, Tensor], repeater: Repeater | None = None
+    ) -> None:  # fmt: skip
+        """Take an executor and its cache; ropes is `rope_tables`' result, repeater requests prompts again where the policy needs that."""
+        self.executor, self.cache, self.limits, self._repeater = executor, cache, limits, repeater
         self.ropes = {name: table.to(cache.device) for name, table in ropes.items()}
         self._fixed = {**self.ropes, "state": cache.address_table()}
-        self._width = cache.plan.pages(limits.max_seq_len)
+        self._width = cache.plan.pages(cache.plan.positions(limits.max_seq_len))
         self._graphs = DecodeGraphs(executor, cache, self._width, self._fixed) if executor.capturable else None
 
     @property
@@ -76,6 +80,7 @@ class Stepper:
         self._announce(rows)
         logits = self._graphs.run(rows) if self._graphs is not None and self._captures(rows) else self.executor.run(self._inputs(rows))
         self.cache.end_step()
+        self._repeat(rows)
         return logits[: sum(len(row.logits_of) for row in rows)]  # engines compute one row at least
 
     @_on_device
@@ -95,6 +100,7 @@ class Stepper:
         chosen = sampler.send(logits, choices)
         held = any(choice.again is not None for choice in choices)
         self._launched = (logits, choices, [row.slot for row in rows if row.logits_of], chosen) if held else None
+        self._repeat(rows)
         return chosen
 
     @_on_device
@@ -119,6 +125,15 @@ class Stepper:
             sampler.choose(logits.contiguous(), values, self._moved(slots))
         return logits
 
+    def _repeat(self, rows: Sequence[StepRow]) -> None:
+        """Have the prompts repeated that a step has completed."""
+        if self._repeater is None:
+            return
+        for request in (request for row in rows for request in self._repeater.rows(row)):
+            self._announce([request])
+            self.executor.run(self._inputs([request]))
+            self.cache.end_step()
+
     def _announce(self, rows: Sequence[StepRow]) -> None:
         new = [len(row.tokens) for row in rows]
         stored = [row.seen + len(row.tokens) for row in rows]
@@ -126,7 +141,8 @@ class Stepper:
         pages = self.cache.page_lists([row.pages for row in rows])
         for row, whole in zip(rows, pages[0], strict=True):
             row.pages = whole if isinstance(whole, HeadPages) else row.pages
-        self.cache.begin_step(new, stored, [row.slot for row in rows], pages, prompts)
+        repeats = {row.slot: row.repeat for row in rows if row.repeat is not None}
+        self.cache.begin_step(new, stored, [row.slot for row in rows], pages, prompts, repeats)
         self.cache.want([row.logits_of for row in rows])
 
     def _captures(self, rows: Sequence[StepRow]) -> bool:

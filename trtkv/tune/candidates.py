@@ -78,8 +78,8 @@ def cost_of(model: ModelConfig, policy: Policy, context: int, batch: int) -> Cos
     stored = read = one.stored_bytes(context)
     if policy.retrieve is not None:
         plan, rings = one.plan, one.plan.ring_bytes(context)  # of layers with a sliding window, which are read whole
-        sparse = tuple(layer for layer, select in enumerate(plan.select) if select is not None)
-        specs = policy.retrieve.buffers(model, plan.page_size, sparse)
+        anchors = tuple(layer for layer in range(plan.num_layers) if plan.chooses(layer))
+        specs = policy.retrieve.buffers(model, plan.page_size, anchors)
         summaries = min(stored - rings, sum(spec.row_bytes * len(spec.layers) * context // plan.page_size for spec in specs if spec.paged))
         held = [sum(layer.lengths) / len(layer.lengths) for layer in one.layers(context)]
         attended = [min(mean, select.budget) if select else mean for mean, select in zip(held, plan.select, strict=True)]

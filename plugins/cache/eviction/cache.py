@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from plugins.cache.eviction.compactor import Compactor
 from plugins.cache.eviction.stacked_buffers import Stacks
@@ -23,6 +24,10 @@ class EvictingCache(PagedCache):
         ledger = EvictingLedger(plan)
         super().__init__(plan, num_pages, num_slots, device, dense_below, ledger)
         self.evictor = self.compactor = Compactor(self.stacks, ledger)
+
+    def show_projections(self, of: Callable[[int], Tensor]) -> None:
+        """Show them in the views of layers."""
+        self.stacks.projection = of
 
     def _make_buffers(self) -> None:
         self.stacks = Stacks(self.plan, self.num_pages, self.num_slots, self.device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ class Stacks:
         self.plan, self.num_slots, self.device = plan, num_slots, device
         self.paged, self.page_size = [spec.name for spec in plan.buffers if spec.paged], plan.page_size
         self.layers = [[layer for layer, own in enumerate(plan.page_groups) if own == group] for group in range(plan.num_page_groups)]
+        self.projection: Callable[[int], Tensor | None] = lambda layer: None  # as a role's view shows it
         self.groups: dict[str, list[Tensor]] = {}
         self.buffers: dict[str, list[Tensor | None]] = {}
         for spec in plan.buffers:

@@ -79,6 +79,11 @@ class PagedView:
         assert evict is not None
         return {name: self.read(name).float() for name in evict.token_state}
 
+    def projection(self) -> Tensor | None:
+        """Return the matrices [Hq, D, E] that the heads' outputs are multiplied by, of one layer."""
+        (layer,) = self.layers
+        return self.stacks.projection(layer)
+
     def read(self, name: str) -> Tensor:
         """Return a paged buffer's entries for the stored tokens [H, S, ...]."""
         stack = self.stacks.shown(name, self.layers)

@@ -23,8 +23,8 @@ def ranges(cache: Cache, layer: int) -> Tensor:
 
 
 def group_summary(cache: Cache, layer: int) -> GroupSummary:
-    """Return what kernels store for a layer; kind `NONE` where it selects nothing or selects in torch."""
-    summary, select = summary_of(cache.plan, layer), cache.plan.select[layer]
+    """Return what kernels store for a layer; kind `NONE` where it chooses nothing or chooses in torch."""
+    summary, select = summary_of(cache.plan, layer), cache.plan.chooses(layer)
     if summary is None or select is None:
         return NOTHING
     kind = KINDS[summary.kept]

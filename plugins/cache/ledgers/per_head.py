@@ -27,7 +27,7 @@ class HeadAccount:
     """One sequence after its newest tokens: tokens stored of every head [Y], and how many of them have their logical positions written.
 
     After those, positions follow each other up to `seen`. tokens are what was granted [L][Hk]; limits those of the decode phase, once requested;
-    ring says where tokens lie that are not in order.
+    ring says where tokens lie that are not in order; waits that the prompt is to be repeated before anything is evicted.
     """
 
     prompt: int
@@ -39,6 +39,7 @@ class HeadAccount:
     precise: tuple[tuple[int, ...], ...] | None = None
     limits: tuple[Lengths, Lengths] | None = field(default=None, repr=False)
     ring: Ring | None = None
+    waits: bool = False
 
     @property
     def decoding(self) -> bool:
@@ -47,8 +48,8 @@ class HeadAccount:
 
     @property
     def measures(self) -> bool:
-        """Whether the prompt has just been completed."""
-        return self.seen == self.prompt
+        """Whether the prompt has just been completed, and repeated where it is."""
+        return self.seen == self.prompt and not self.waits
 
 
 class HeadLedger:
@@ -62,7 +63,7 @@ class HeadLedger:
         assert plan.evict is not None and plan.storage == "per_head", "the heads of the plan store equally many tokens"
         self.plan, self.heads = plan, plan.num_page_groups
         self.evict = load_evict(plan.evict.meaning)
-        self.allocate: AllocateRole | None = load_allocate(plan.roles["allocate"])
+        self.allocate: AllocateRole | None = load_allocate(plan.roles["allocate"]) if "allocate" in plan.roles else None
         self._accounts: dict[int, HeadAccount] = {}
 
     @property
@@ -87,8 +88,11 @@ class HeadLedger:
         """Return the tokens that a sequence stores, mean over layers and KV heads."""
         return float(self.stored(slot).mean())
 
-    def append(self, slot: int, new: int, seen: int, prompt: int) -> HeadAccount:
-        """Count new tokens of a sequence, after which it has seen so many; it starts empty where all are new."""
+    def append(self, slot: int, new: int, seen: int, prompt: int, *, repeats: bool = False) -> HeadAccount:
+        """Count new tokens of a sequence, after which it has seen so many; it starts empty where all are new.
+
+        repeats says that they are of a request to repeat its prompt.
+        """
         if new == seen:
             self._accounts[slot] = HeadAccount(prompt, np.zeros(self.heads, np.int64), np.zeros(self.heads, np.int64))
         elif slot not in self._accounts:
@@ -96,9 +100,17 @@ class HeadLedger:
         account = self._accounts[slot]
         if account.prompt != prompt:
             account.prompt, account.limits = prompt, None
+        if account.waits and seen > prompt and not repeats:
+            raise EngineError(f"slot {slot} answers before its prompt has been repeated", "Report this with the output of trtkv doctor.")
+        if new == seen and (repeat := self.evict.repeat()) is not None:
+            account.waits = prompt > repeat.above
         account.new, account.seen = new, seen
         account.stored = account.stored + new * self._grows
         return account
+
+    def rewind(self, account: HeadAccount, *, last: bool) -> None:
+        """Drop the tokens of a request to repeat the prompt; after the last one nothing waits for it any more."""
+        account.stored, account.seen, account.waits = np.full(self.heads, account.prompt, np.int64), account.prompt, not last
 
     def grant(self, account: HeadAccount, measures: Tensor | None) -> None:
         """Note what heads may keep once the prompt is in; measures [L, Hk] are those of an allocate role that requested them."""
@@ -107,7 +119,7 @@ class HeadLedger:
 
     def cut(self, account: HeadAccount) -> tuple[list[int], Lengths]:
         """Return the layers from which tokens are evicted after this step's attention, and the tokens [Y] of every head that stay then."""
-        if account.seen < account.prompt:
+        if account.seen < account.prompt or account.waits:
             return [], account.stored
         above, left = self._limits(account)
         due: npt.NDArray[np.bool_] = np.any((account.stored > above).reshape(self.plan.num_layers, -1), axis=1)
@@ -137,7 +149,7 @@ class HeadLedger:
         """Return a sequence's account as plain data; its limits follow from the rest."""
         one = self._accounts[slot]
         ring = one.ring and {"sink": one.ring.sink, "size": one.ring.size.tolist(), "start": one.ring.start.tolist()}
-        told = {name: getattr(one, name) for name in ("prompt", "seen", "new", "tokens", "precise")}
+        told = {name: getattr(one, name) for name in ("prompt", "seen", "new", "tokens", "precise", "waits")}
         return {**told, "stored": one.stored.tolist(), "placed": one.placed.tolist(), "ring": ring}
 
     def adopt(self, slot: int, note: Mapping[str, Any]) -> None:
@@ -179,20 +191,20 @@ class HeadLedger:
 
         What a role will measure is not known before, so every head is then taken to keep everything.
         """
-        whole = self.heads * self.plan.pages(prompt)
+        whole = self.heads * self.plan.pages(self.plan.positions(prompt))
         if not answer:
             return [whole]
         if self.measured:
-            return [self.heads * self.plan.pages(prompt + answer)]
+            return [max(whole, self.heads * self.plan.pages(prompt + answer))]
         return [max(whole, self._pages_decoding(self._behind(prompt, None), answer))]
 
     def rows_for(self, prompt: int, total: int) -> Ints:
         """Return the most pages [Y] that a sequence of so many tokens takes where any head may keep everything."""
-        return self._pages(np.full(self.heads, total))
+        return self._pages(np.full(self.heads, max(total, self.plan.positions(prompt))))
 
     def most_pages(self, longest: int, chunk: int) -> list[int]:
         """Return the most pages that any sequence of up to `longest` tokens takes."""
-        return [self.heads * self.plan.pages(longest)]
+        return [self.heads * self.plan.pages(self.plan.positions(longest))]
 
     def pages_after_prompt(self, prompt: int, chunk: int, answer: int) -> list[int]:
         """Return the most pages that a prompt takes once it is read, and an answer of so many tokens; measured heads are taken to be alike."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,10 +35,15 @@ class ReferenceCache(CountedCache):
         self._roles = Roles(**{kind: load_role(one) for kind, one in plan.roles.items() if kind != "offload"})
         self._empty = torch.empty(0, plan.head_dim, dtype=TORCH_DTYPES[plan.kv_dtype], device=self.device)
         self._slots: dict[int, list[LayerCache]] = {}
+        self._projection: Callable[[int], Tensor | None] = lambda layer: None
 
     def find(self, layer: int, slot: int) -> LayerCache:
         """Return the cache of a layer of a sequence that has begun."""
         return self._slots[slot][layer]
+
+    def show_projections(self, of: Callable[[int], Tensor]) -> None:
+        """Show them in the views of layers."""
+        self._projection = of
 
     def captures(self, layer: int, config: OpConfig, dtype: torch.dtype) -> bool:
         """Tensors grow."""
@@ -48,7 +54,7 @@ class ReferenceCache(CountedCache):
         keys, values = rotate(self.step(layer), config, inputs, out)
         for row in self.step(layer).rows:
             rows = slice(row.start, row.start + row.new)
-            self.find(layer, row.slot).append(keys[rows], values[rows], row.prompt)
+            self.find(layer, row.slot).append(keys[rows], values[rows], row.prompt, row.repeat)
 
     def select(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
         """Let the retrieve role choose for every sequence that decodes."""
@@ -62,10 +68,15 @@ class ReferenceCache(CountedCache):
 
     def attend(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
         """Attend to what is stored or chosen, and count what is read."""
+        plan = self.plan.select[layer]
         for row in self.step(layer).rows:
             rows = slice(row.start, row.start + row.new)
             query = inputs[0][rows].unflatten(1, (config.num_q_heads, config.head_dim))
             cache = self.find(layer, row.slot)
+            if plan is not None and plan.reuses is not None:
+                cache.chosen = self.find(plan.reuses, row.slot).chosen
+                if plan.heads is not None and cache.chosen is not None:
+                    cache.chosen = cache.chosen.unflatten(0, (config.num_kv_heads, -1))[list(plan.heads)].flatten(0, 1)
             out[rows].unflatten(1, query.shape[1:]).copy_(cache.attend(query))
             if row.answers:
                 self.read_tokens += cache.read_tokens / self.plan.all_layers
@@ -145,12 +156,15 @@ class ReferenceCache(CountedCache):
     def _new_layers(self) -> list[LayerCache]:
         plan, heads = self.plan, self.plan.num_kv_heads
         group, scale = plan.num_q_heads // heads, plan.head_dim**-0.5
-        return [LayerCache(self._roles, layer, plan.num_layers, heads, group, self._empty, scale) for layer in range(plan.num_layers)]
+        given = (plan.num_layers, heads, group, self._empty, scale)
+        return [LayerCache(self._roles, layer, *given, projection=partial(self._projection, layer)) for layer in range(plan.num_layers)]
 
     def _ended(self, rows: Sequence[Sequence[Row]]) -> None:
         """Evict and encode in every layer; what an allocate role measures is gathered from all layers first."""
         for row in rows[0]:
             layers = self._slots[row.slot]
+            for layer in layers:
+                layer.rewind()
             found = [layer.measure() for layer in layers]
             measures = None if found[0] is None else torch.stack([one for one in found if one is not None])
             for layer in layers:

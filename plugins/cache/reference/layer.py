@@ -6,8 +6,8 @@ about lengths follow from integers that the host knows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -15,11 +15,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from plugins.attend.block_sparse.in_torch import attend_blocks
+from plugins.cache import repeated
 from plugins.cache.reference.store import PARTS, HeadStore
 from plugins.cache.roles import AllocateRole, EvictRole, Granted, PrefillRole, QuantizeRole, RetrieveRole
 from plugins.select.in_torch import choose, pool, speculative_query, spread
 from trtkv.plan import CacheView, Occupancy
 from trtkv.ranking import attention, span
+from trtkv.repeat import Repeat
 
 
 @dataclass(slots=True)
@@ -47,7 +49,8 @@ class Roles:
 class LayerCache:
     """The cache of one layer and sequence: Hk heads of possibly different lengths.
 
-    empty [0, D] gives dtype and device; group is G; scale is attention's.
+    empty [0, D] gives dtype and device; group is G; scale is attention's; projection as in a `CacheView`. waits says that the prompt is to be
+    repeated before anything is evicted.
     """
 
     roles: Roles
@@ -57,28 +60,33 @@ class LayerCache:
     group: int
     empty: Tensor
     scale: float
+    projection: Callable[[], Tensor | None] = lambda: None
     heads: list[HeadStore] = field(default_factory=list)
     summary: dict[str, Tensor] = field(default_factory=dict)
     summarized: int = 0
     previous: Tensor | None = None
     queries: Tensor | None = None
     chosen: Tensor | None = None
-    encoded: tuple[int, int] = (0, 0)
+    encoded: list[tuple[int, int]] = field(default_factory=list)
     settled: int = 0
     granted: tuple[Granted, Granted] = (None, None)
     seen: int = 0
     new: int = 0
     prompt: int = 0
     read_tokens: float = 0.0
+    repeat: Repeat | None = None
+    waits: bool = False
+    scores: repeated.Scores = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         state = self.roles.evict.token_state if self.roles.evict else {}
         self.heads = [HeadStore(self.empty, self.group, state, self.roles.quantize) for _ in range(self.num_kv_heads)]
+        self.encoded = [(0, 0)] * self.num_kv_heads
 
     @property
     def decoding(self) -> bool:
-        """Whether this step's tokens follow the prompt."""
-        return self.seen > self.prompt
+        """Whether this step's tokens follow the prompt, in the answer."""
+        return self.seen > self.prompt and self.repeat is None
 
     @property
     def _evicts_now(self) -> bool:
@@ -87,12 +95,20 @@ class LayerCache:
         return evict is not None and not (evict.prompt_only and self.decoding)
 
     @property
+    def _chooses(self) -> bool:
+        """Whether the layer itself chooses what its decode queries read."""
+        return self.roles.retrieve is not None and self.roles.retrieve.anchor_of(self.layer) == self.layer
+
+    @property
     def lengths(self) -> tuple[int, ...]:
         """Stored tokens of each head."""
         return tuple(map(len, self.heads))
 
-    def append(self, keys: Tensor, values: Tensor, prompt: int) -> None:
-        """Append this step's rotated keys and values [n, Hk, D]; prompt is the length of the whole prompt."""
+    def append(self, keys: Tensor, values: Tensor, prompt: int, repeat: Repeat | None = None) -> None:
+        """Append this step's rotated keys and values [n, Hk, D], or those of a request; prompt is the length of the whole prompt."""
+        self.repeat, plan = repeat, self.roles.evict.repeat() if self.roles.evict else None
+        self.waits = self.waits if self.seen else plan is not None and prompt > plan.above
+        assert repeat is not None or not self.waits or self.seen < prompt, "the prompt has not been repeated"
         for head, store in enumerate(self.heads):
             store.append(keys[:, head], values[:, head], self.seen)
         self.new, self.prompt, self.chosen = len(keys), prompt, None
@@ -101,14 +117,15 @@ class LayerCache:
             self.previous = None  # a prompt's query is not a previous query
         if self.decoding and self.roles.quantize and self.roles.quantize.flush_first:
             self._flush()
-        self._summarize()
+        if repeat is None:
+            self._summarize()
 
     def select(self, query: Tensor) -> Tensor | None:
         """Choose what a decode query [Hq, D] reads: units [H, K] int64 as `select.in_torch.choose`, or None for all; `attend` follows."""
         role, stored = self.roles.retrieve, len(self.heads[0])
         query, self.chosen, previous = query.float(), None, self.previous
         self.previous = query.clone() if self.decoding else None  # it may be only lent
-        if role is None or self.layer < role.dense_layers or stored <= role.budget:
+        if role is None or not self._chooses or stored <= role.budget:
             return None
         plan = role.select_plan()
         asking = speculative_query(role, query, previous, self.num_kv_heads)
@@ -121,7 +138,10 @@ class LayerCache:
 
     def attend(self, queries: Tensor) -> Tensor:
         """Attend with this step's rotated queries [n, Hq, D] to what is stored or chosen: [n, Hq, D] fp32."""
-        if self.roles.observe_window:
+        if self.repeat is not None and self.roles.evict is not None:
+            keys = torch.stack([store.parts["keys"].decoded() for store in self.heads])
+            repeated.score(self.scores, self.roles.evict, self.layer, queries, keys, self.scale, self.repeat)
+        elif self.roles.observe_window:
             kept = [] if self.queries is None else [self.queries]
             self.queries = torch.cat([*kept, queries.float()])[-self.roles.observe_window :]
         self.read_tokens = float(self.chosen.sum(1).float().mean()) if self.chosen is not None else sum(self.lengths) / len(self.heads)
@@ -129,17 +149,27 @@ class LayerCache:
         grouped = queries.float().transpose(0, 1).unflatten(0, (self.num_kv_heads, -1))
         return torch.cat([self._attend(head, one, asked) for head, one in enumerate(grouped)]).transpose(0, 1)
 
+    def rewind(self) -> None:
+        """Drop the tokens of a request to repeat the prompt that ends with this step."""
+        if self.repeat is None or not self.repeat.ends:
+            return
+        for store in self.heads:
+            store.keep(span(0, self.prompt, self.empty), None)
+        self.seen, self.waits, self.new = self.prompt, not self.repeat.last, 0
+
     def measure(self) -> Tensor | None:
-        """Measure the layer for an allocate role that requests it, when the prompt has just been completed: [Hk] fp32, else None."""
+        """Measure the layer for an allocate role that requests it, when the prompt has just been completed, else None."""
         allocate = self.roles.allocate
-        if not (allocate and allocate.measured and self.seen == self.prompt):
+        if not (allocate and allocate.measured and self.seen == self.prompt and not self.waits):
             return None
         measured: Tensor = allocate.measure(self._view(), self.roles.evict).float()
         return measured
 
     def finish(self, measures: Tensor | None = None) -> None:
-        """Evict and encode after the attention of the step; measures [L, Hk] are those of all layers, where an allocate role measured."""
+        """Evict and encode after the attention of the step; measures are those of all layers, where an allocate role measured."""
         evict = self.roles.evict
+        if self.waits:
+            return
         if evict is None:
             self.settled = min(self.lengths)
         else:
@@ -177,7 +207,7 @@ class LayerCache:
     def _attend(self, head: int, queries: Tensor, asked: Tensor) -> Tensor:
         """Attend with queries [G, n, D] of one head: [G, n, D]."""
         role, counting = self.roles.prefill, self.roles.counts_attention and self._evicts_now
-        sparse = role is not None and self.new > 1 and len(self.heads[head]) > role.dense_below
+        sparse = role is not None and self.new > 1 and len(self.heads[head]) > role.dense_below and self.repeat is None
         dense = self._attend_counting(head, queries, asked) if counting or self.chosen is not None else None
         if role is not None and sparse:
             return self._attend_blocks(role, head, queries)
@@ -210,7 +240,7 @@ class LayerCache:
     def _summarize(self) -> None:
         """Summarize the groups of tokens that have closed since the last time."""
         role = self.roles.retrieve
-        if role is None or self.layer < role.dense_layers:
+        if role is None or not self._chooses:
             return
         closed = len(self.heads[0]) // role.summary_group * role.summary_group
         if closed > self.summarized:
@@ -232,6 +262,8 @@ class LayerCache:
             mass=self._per_query("mass") if "attention_mass" in needs else None,
             newest=self._per_query("newest") if "attention_newest" in needs else None,
             state={name: _stack([store.state[name] for store in self.heads]) for name in state},
+            repeated=self.scores.get(self.layer),
+            projection=self.projection,
         )
 
     def _per_query(self, name: str) -> Tensor:
@@ -253,6 +285,7 @@ class LayerCache:
             self.summarized = 0
         self.settled = evict.settled(self.occupancy())
         if evict.prompt_only and not evict.token_state and self.seen >= self.prompt:
+            self.scores.clear()
             for store in self.heads:
                 store.stop_counting()
 
@@ -260,9 +293,12 @@ class LayerCache:
         quantize = self.roles.quantize
         if quantize is None or quantize.demoted_only:
             return
-        self.encoded = quantize.flush(self.occupancy(), self.encoded)
-        for store in self.heads:
-            for part, count in zip(PARTS, self.encoded, strict=True):
+        at = self.occupancy()
+        all_settled = at.settled == min(at.lengths)  # of the shortest head, and then of the others too
+        for head, store in enumerate(self.heads):
+            own = replace(at, lengths=(len(store),), settled=len(store) if all_settled else at.settled)
+            self.encoded[head] = quantize.flush(own, self.encoded[head])
+            for part, count in zip(PARTS, self.encoded[head], strict=True):
                 store.parts[part].encode_until(min(count, len(store)))
 
 

@@ -38,7 +38,7 @@ def adopt(layer: LayerCache, told: Mapping[str, Any], device: torch.device) -> N
     """Let an empty layer be as `note` has told, with tensors that are still to be filled."""
     for name in FACTS:
         setattr(layer, name, told[name])
-    layer.encoded = (told["encoded"][0], told["encoded"][1])
+    layer.encoded = [(keys, values) for keys, values in told["encoded"]]
     tokens, precise = (None if one is None else tuple(tuple(own) for own in one) for one in told["granted"])
     layer.granted = (tokens, precise)
     for store, counts in zip(layer.heads, told["counts"], strict=True):

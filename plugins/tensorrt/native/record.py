@@ -116,7 +116,7 @@ class Nodes:
         return list(dict.fromkeys(self._kind(layer) for layer in range(self.plan.num_layers)))
 
     def _kind(self, layer: int) -> Any:
-        return repr(self.plan.select[layer]), self.configs[layer], self.plan.page_groups[layer], self._buffers(layer)
+        return repr(self.plan.chooses(layer)), self.configs[layer], self.plan.page_groups[layer], self._buffers(layer)
 
     def _buffers(self, layer: int) -> tuple[str, ...]:
         return tuple(spec.name for spec in self.plan.buffers if layer in spec.layers)
@@ -194,12 +194,12 @@ class _Recorder:
 
     def _layer(self, cache: Cache, layer: int) -> Iterator[tuple[Call, ...]]:
         for face in NODES:
-            there = face is not SELECT or self.nodes.plan.select[layer] is not None
+            there = face is not SELECT or self.nodes.plan.chooses(layer) is not None
             yield self._calls(cache, face, layer, 1, face.run) if there else ()
 
     def _chunk(self, cache: Cache, layer: int) -> Iterator[tuple[Call, ...]]:
         """Record the nodes of a layer for chunks: attention is that over pages, of every sequence."""
-        select, group = self.nodes.plan.select[layer], self.nodes.plan.page_groups[layer]
+        select, group = self.nodes.plan.chooses(layer), self.nodes.plan.page_groups[layer]
 
         def forget(cache: Cache, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
             launch_previous_query.forget(cache.buffer("previous_query", layer), inputs[4])

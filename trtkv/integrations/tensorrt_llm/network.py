@@ -51,16 +51,24 @@ class Emitter:
     """Adds the plugin nodes of one model; what fails in their callbacks is raised where the node is added."""
 
     def __init__(self, surface: Surface, model: ModelConfig, plan: CachePlan) -> None:
+        if plan.evict is not None and "output_projection" in plan.evict.needs:
+            raise BuildError(f"the policy '{plan.policy}' reads output projections, which lie in TensorRT's plan", "Build with trtkv build alone.")
         self.surface, self.model, self.plan, self.recorder = surface, model, plan, Recorder()
+        self.selections: dict[int, Any] = {}
 
     def attention(self, layer: int, qkv: Any, step: Mapping[str, Any], norms: Sequence[Any]) -> Any:
         """Add one layer's nodes: packed projections [T, (Hq + 2 Hk) D] in, attended [T, Hq D] out; step holds the tensors of a step by name."""
         sequence = [step[name] for name in SEQUENCES]
         at = f"layers.{layer}"
         query = self._node(APPEND, [qkv, step["positions"], *sequence, step["rope"], step["state"], *norms], f"{at}.query", layer)
-        selection = []
-        if self.plan.select[layer]:
-            selection.append(self._node(SELECT, [query, *sequence, step["state"]], f"{at}.selection", layer))
+        select, selection = self.plan.select[layer], []
+        if select is not None:
+            if select.heads is not None:
+                raise BuildError("TensorRT-LLM's layers read what the same KV heads of others chose", "Leave retrieve.heads out.")
+            anchor = layer if select.reuses is None else select.reuses
+            if anchor == layer:
+                self.selections[layer] = self._node(SELECT, [query, *sequence, step["state"]], f"{at}.selection", layer)
+            selection.append(self.selections[anchor])
         return self._node(ATTEND, [query, *sequence, step["state"], *selection], f"{at}.attended", layer)
 
     def _node(self, face: OpFace, inputs: Sequence[Any], name: str, layer: int) -> Any:

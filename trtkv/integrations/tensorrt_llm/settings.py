@@ -53,6 +53,9 @@ def cache_plan(config: Any, model: ModelConfig) -> CachePlan:
     """
     wanted = _settings(config)
     plan = parse_policy(wanted["policy"], budget=wanted.get("budget"), sets=wanted.get("set") or ()).plan(model)
+    if plan.evict is not None and plan.evict.repeat is not None:
+        why = "has prompts repeated, at positions beyond TensorRT-LLM's rotary table"
+        raise BuildError(f"policy '{plan.policy}' {why}", "Build with trtkv build, or choose another policy.")
     setattr(config, KEY, {**wanted, "cache_plan": plan.to_json()})
     return plan
 

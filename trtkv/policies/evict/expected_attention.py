@@ -56,17 +56,21 @@ class ExpectedAttention(Budgeted):
 
     def scores(self, view: CacheView) -> Tensor:
         """Return expected weights times the norms of values [Hk, S]; the sink's are zero."""
+        scores = (self.weights(view)[:, self.sink :] + self.epsilon) * view.values[:, self.sink :].norm(dim=-1)
+        return F.pad(scores, (self.sink, 0))
+
+    def weights(self, view: CacheView) -> Tensor:
+        """Return expected weights [Hk, S], mean over the group; the sink's are zero."""
         heads, queries = len(view.at.lengths), self.future_queries(view) * view.scale
         mean = queries.mean(0)
         centred = (queries - mean).transpose(0, 1)
         covariance = centred.transpose(1, 2) @ centred / len(queries)
         mean, covariance = (torch.unflatten(x, 0, (heads, -1)) for x in (mean, covariance))
-        keys, values, parts = view.keys[:, None, self.sink :], view.values[:, self.sink :], []
+        keys, parts = view.keys[:, None, self.sink :], []
         for some in keys.split(max(1, MOST_ELEMENTS // queries[0].numel()), 2):
             spread = (some @ covariance * some).sum(-1) / 2 if self.covariance else 0
             parts.append((mean[:, :, None] @ some.transpose(2, 3))[:, :, 0] + spread)
-        weights = group_mean(torch.cat(parts, -1).softmax(-1).flatten(0, 1), heads)
-        return F.pad((weights + self.epsilon) * values.norm(dim=-1), (self.sink, 0))
+        return F.pad(group_mean(torch.cat(parts, -1).softmax(-1).flatten(0, 1), heads), (self.sink, 0))
 
     def future_queries(self, view: CacheView) -> Tensor:
         """Return the newest queries after the sink [n, Hq, D], turned from their positions to the mean of those to come."""

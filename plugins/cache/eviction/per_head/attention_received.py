@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from plugins.attend.prefill import attend_with_lse
+from plugins.cache import repeated
 from plugins.cache.batch import Row
 from plugins.cache.eviction import observe
 from plugins.cache.eviction.attention_sums import launch as sums
 from plugins.cache.eviction.per_head import launch
 from plugins.cache.eviction.per_head.pool import HeadPool
+from plugins.cache.roles import load_evict
 from trtkv.ranking import attention
 
 
@@ -57,6 +59,10 @@ def observe_chunk(pool: HeadPool, layer: int, b: int, row: Row, query: Tensor, p
     """
     evict, scale, rings = pool.plan.evict, pool.plan.head_dim**-0.5, pool.buffers.get("last_queries")
     if evict is None or not observe.looks_at(evict, row):
+        return
+    if row.repeat is not None:
+        [(keys, _)] = parts  # nothing is evicted yet
+        repeated.score(pool.repeated.setdefault(row.slot, {}), load_evict(evict.meaning), layer, query, keys, scale, row.repeat)
         return
     observe.store_queries(evict, None if rings is None else rings[layer], row, query)
     if not observe.counts_sums(evict, row):

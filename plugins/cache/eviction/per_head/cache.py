@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,10 @@ class HeadCache(Cache):
         self.pool = HeadPool(plan, num_pages, num_slots, device)
         return HeadCompactor(self.pool)
 
+    def show_projections(self, of: Callable[[int], Tensor]) -> None:
+        """Show them in the views of layers."""
+        self.pool.projection = of
+
     def page_lists(self, pages: Sequence[Pages]) -> list[list[PageList]]:
         """Return the pages of all heads of each sequence."""
         return [[HeadPages.of(one, self.plan.num_page_groups) for one in pages]]
@@ -53,7 +57,7 @@ class HeadCache(Cache):
     ) -> None:
         """Announce a step; pages[0] are the sequences' `HeadPages`."""
         self.join()
-        lengths = self.compactor.begin(new, seen, slots, prompts)
+        lengths = self.compactor.begin(new, seen, slots, prompts, self._repeats)
         self._step = [self._group(new, self.pool.longest(lengths), slots, [()] * len(slots), prompts, seen)]
         rows = self._step[0].rows
         self.pool.announce(rows, pages[0], lengths)
@@ -118,7 +122,7 @@ class HeadCache(Cache):
         for heads, keys, values in self.pool.parts(layer, b, config.num_q_heads):
             new, stored = row.new, keys.shape[1]
             parts.append((keys, None))
-            if (sparse := self.plan.sparse_prefill(new, stored)) is not None:
+            if (sparse := self.plan.sparse_prefill(new, stored)) is not None and row.repeat is None:
                 out[:, heads] = attend_blocks(load_prefill(sparse.meaning), query[:, heads], keys, values, config.scale, row.prompt - row.seen)
                 continue
             mask = torch.ones(new, stored, dtype=torch.bool, device=query.device).tril(stored - new) if new > 1 else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -33,17 +33,21 @@ class HeadCompactor:
         self._turned: list[tuple[int, Ring, Lengths, int]] = []
         self.kernels = self._pool.kernels = compacts_by_kernels(plan, pool.device)
 
-    def begin(self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], prompts: Sequence[int]) -> Lengths:
-        """Count a step's new tokens and return the tokens [Y, B] of every head that are stored once they are appended."""
+    def begin(
+        self, new: Sequence[int], seen: Sequence[int], slots: Sequence[int], prompts: Sequence[int], repeats: Container[int]
+    ) -> Lengths:  # fmt: skip
+        """Count a step's new tokens, in slots of `repeats` of requests, and return the tokens [Y, B] of every head that are stored with them."""
         accounts = []
         for b, (slot, count, total, prompt) in enumerate(zip(slots, new, seen, prompts, strict=True)):
+            if count == total:
+                self._pool.repeated.pop(slot, None)
             known = self.ledger.known(slot)
             decodes = known is not None and count == 1 and total > prompt == known.prompt
             if known is not None and known.ring is not None and not decodes:
                 self._leave_ring(b, known, afresh=count == total)
             if self._sink is not None and not decodes:
                 self._pool.rings.set(slot, None)  # of whatever was in the slot before, too
-            accounts.append(self.ledger.append(slot, count, total, prompt))
+            accounts.append(self.ledger.append(slot, count, total, prompt, repeats=slot in repeats))
         return np.stack([account.stored for account in accounts], 1)
 
     def announced(self) -> None:
@@ -64,7 +68,11 @@ class HeadCompactor:
         moves, left = [], []
         for b, row in enumerate(rows):
             account = self.ledger.find(row.slot)
-            self._observe(b, row, account)
+            if row.repeat is None:
+                self._observe(b, row, account)
+            elif row.repeat.ends:
+                self.ledger.rewind(account, last=row.repeat.last)
+                self._pool.rewind(b, account.stored)
             if account.measures:
                 self.ledger.grant(account, self._measure(b, account))
             due, stay = self.ledger.cut(account)
@@ -75,6 +83,8 @@ class HeadCompactor:
             move.run(self._pool, moves, self.kernels)
         for row, (account, stay) in zip(rows, left, strict=True):
             self.ledger.settle(account, stay)
+            if not account.waits:
+                self._pool.repeated.pop(row.slot, None)
             if self._sink is not None and account.ring is None and account.seen >= account.prompt:
                 account.ring = Ring.begin(self._sink, self.ledger.most(account), account.stored, account.seen)
                 self._pool.rings.set(row.slot, account.ring)

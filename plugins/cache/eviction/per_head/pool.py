@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -13,6 +13,7 @@ from plugins.cache.bytes import buffers_of
 from plugins.cache.eviction.per_head.ring import Rings
 from plugins.cache.ledgers.ring import Ring
 from plugins.cache.pages import HeadPages, Lengths, PageList
+from plugins.cache.repeated import Scores
 from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.plan import CachePlan
 
@@ -28,6 +29,7 @@ class HeadPool:
     def __init__(self, plan: CachePlan, num_pages: int, num_slots: int, device: torch.device) -> None:
         """Allocate so many pages, and the buffers of slots."""
         self.plan, self.num_pages, self.device, self.heads = plan, num_pages, device, plan.num_kv_heads
+        self.projection: Callable[[int], Tensor | None] = lambda layer: None  # as a role's view shows it
         self.pools: dict[str, Tensor] = {}
         self.buffers: dict[str, list[Tensor | None]] = {}
         for spec in buffers_of(plan):
@@ -42,6 +44,7 @@ class HeadPool:
         self.stored: Lengths = np.zeros((0, 0), np.int64)
         self.rings = Rings(num_slots, plan.num_page_groups, device)
         self.turns: list[Ring | None] = []
+        self.repeated: dict[int, Scores] = {}  # by slot, of prompts that are being repeated
         self._cache: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def announce(self, rows: Sequence[Row], pages: Sequence[PageList], stored: Lengths) -> None:
@@ -49,6 +52,11 @@ class HeadPool:
         self.rows, self.stored, self._cache = rows, stored, {}
         self.pages = [HeadPages.of(one, self.plan.num_page_groups) for one in pages]
         self.turns = [None] * len(rows)
+
+    def rewind(self, b: int, stored: Lengths) -> None:
+        """Let sequence b of the step store only so many tokens [Y] of every head, the oldest."""
+        self.stored[:, b] = stored
+        self._cache = {key: one for key, one in self._cache.items() if key[1] != b}
 
     def longest(self, stored: Lengths) -> list[int]:
         """Return the tokens [B] of the longest head of any layer."""

@@ -89,12 +89,21 @@ class HeadView:
         """Return what each token [Hq, S] received from the newest queries, by kernels, where every token seen is still stored; else None."""
         return count_received(self.pool, self.layer, self.b, self.at, window, self.scale)
 
+    def projection(self) -> Tensor | None:
+        """Return the matrices [Hq, D, E] that the heads' outputs are multiplied by."""
+        return self.pool.projection(self.layer)
+
     @cached_property
     def state(self) -> Mapping[str, Tensor]:
         """The role's numbers [Hk, S] by name, zero for tokens of this step until the role has observed them."""
         evict = self.pool.plan.evict
         assert evict is not None
         return {name: self.pool.read(name, self.layer, self.b).float() for name in evict.token_state}
+
+    @property
+    def repeated(self) -> Tensor | None:
+        """The highest scores [Hk, S] of all steps in which the prompt was repeated, None where it was not."""
+        return self.pool.repeated.get(self.pool.rows[self.b].slot, {}).get(self.layer)
 
     @property
     def fresh(self) -> Tensor:

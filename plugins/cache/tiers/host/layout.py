@@ -68,6 +68,8 @@ def why_not(plan: CachePlan) -> str | None:
         return "reads every stored token in every step"
     if len({one.unit for one in chosen}) > 1 or (chosen[0].unit not in (1, plan.page_size) and not encoded):
         return "selects other units than tokens or whole pages of the cache"
+    if any(one.reuses is not None for one in chosen):
+        return "lets layers read what others chose, and each layer's pages move by its own choice"
     if any(one.pooling == "none" for one in chosen):
         return "selects for every query head, and pages move for a KV head"
     if plan.num_page_groups > 1:

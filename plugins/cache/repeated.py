@@ -1,0 +1,19 @@
+"""Scores of a prompt that the model repeats before anything is evicted, layer by layer while it does."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from plugins.cache.roles import EvictRole
+from trtkv.repeat import Repeat
+
+Scores = dict[int, Tensor]  # by layer: [Hk, prompt] fp32
+
+
+def score(scores: Scores, role: EvictRole, layer: int, query: Tensor, keys: Tensor, scale: float, of: Repeat) -> None:
+    """Let a layer's scores be as high as those of queries [n, Hq, D] that repeat a part of the prompt, over all keys [Hk, S, D]."""
+    if layer not in scores:
+        scores[layer] = torch.zeros(len(keys), of.prompt, device=keys.device)
+    part = scores[layer][:, of.start : of.stop]
+    torch.maximum(part, role.repeated(query, keys, scale, of), out=part)
