@@ -46,7 +46,7 @@ SHAPES = [
     (policy, *heads)
     for policy in POLICIES
     for heads in ((HQ, HK), (16, 1), (4, 4))
-    if policy != "full" and (heads != (16, 1) or policy not in ("fier", "fier+mean"))  # more than FIER's scorer pools
+    if policy != "full" and (heads != (16, 1) or policy not in ("fier", "fier+mean", "fier+anchors"))  # more than FIER's scorer pools
 ]
 
 
