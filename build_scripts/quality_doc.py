@@ -83,7 +83,7 @@ def recommended(folder: Path) -> str:
 
 Right answers of the same {samples} prompts of each task, question unseen; in brackets, where only the preset and where only
 `full` is right. *KL*: of last tokens of a text, in nats. float32, bytes of 16-bit models on layers that policies act on;
-{parts[0][0]["device"]}, {commits([row for rows in parts for row in rows])}, `build_scripts/quality_codes.py`.
+{parts[0][0]["device"]}, {commits([row for rows in parts for row in rows])}, `build_scripts/quality_compress.py`.
 {reached(parts, tasks)}
 
 {table(["model, tokens", "preset", "bytes", *tasks, "KL"], lines)}"""
@@ -183,7 +183,7 @@ def evicting(folder: Path) -> str:
     return f"""## Scores by which tokens stay
 
 Passkey / needle, and the loss in nats an answer's token above `full`'s ({cell("full").partition(",")[0]}): {counts} prompts, the same for all,
-question unseen. {rows[0]["dtype"]} on a GPU, {commits(every)}, `build_scripts/quality_evict.py`.
+question unseen. {rows[0]["dtype"]} on a GPU, {commits(every)}, `build_scripts/quality_compress.py`.
 
 {table(["preset", "25%", "50%"], lines)}"""
 
