@@ -12,7 +12,6 @@ a second call goes on, and adds a line where it has other policies. The task "pr
 from __future__ import annotations
 
 import argparse
-import json
 import random
 from collections.abc import Iterator
 from functools import cache
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from plugins.cache.reference.cache import ReferenceCache
 from trtkv import LLM
-from trtkv.bench.records import read_records
+from trtkv.bench.records import append_records, read_records
 from trtkv.eval.attention import Recorded, record
 from trtkv.eval.budgets import apply_budget
 from trtkv.eval.decoding import Given
@@ -84,8 +83,7 @@ def main() -> None:
         made[task] = made.get(task) or samples_of(task, options, count)
         found = ask(model.full, target_of(model.full, made[task][index], options), {"full": runs["full"], **left})
         row = {"task": task, "sample": index, **about, "answers": found, "commit": options.commit}
-        with options.records.open("ab", buffering=0) as file:  # whole lines, whoever else writes
-            file.write(json.dumps(row).encode() + b"\n")
+        append_records(options.records, [row])
 
 
 def policy_of(name: str, length: int) -> Policy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from trtkv.policies.registry import parse_policy
 from trtkv.presets import model_presets
 from trtkv.tune.candidates import Candidate, Cost, cost_of
 from trtkv.tune.estimate import Estimate, Losses, estimate, worst
-from trtkv.tune.race import Goal, choose, frontier, rank, rounds, survivors
+from trtkv.tune.race import Goal, choose, frontier, race, rank, rounds
 
 MODEL = ModelConfig.from_hf(model_presets()["qwen2.5-7b"])
 TOKENS = 128  # that a window of a text scores
@@ -97,11 +98,14 @@ def test_a_search_finds_what_the_whole_grid_finds() -> None:
         truth = {one.subject.key: min(1.0, 0.6 + 0.012 * index + rng.gauss(0, 0.02)) for index, one in enumerate(field)}
         losses = {key: [drawn(quality, 1, rng) for _ in range(samples)] for key, quality in truth.items()}
         whole = {key: estimate(sum(every, Losses())) for key, every in losses.items()}
-        left, done, cells, found = field, 0, 0, dict[str, Estimate]()
-        for number, new in enumerate(plan := rounds(samples), 1):
-            done, cells = done + new, cells + new * len(left)
-            found |= {one.subject.key: estimate(sum(losses[one.subject.key][:done], Losses())) for one in left}
-            left = survivors(goal, left, found) if number < len(plan) else left
+        cells, found = 0, dict[str, Estimate]()
+
+        def measure(left: Sequence[Candidate], done: int, new: int, losses: dict[str, list[Losses]] = losses) -> dict[str, list[Losses]]:
+            nonlocal cells
+            cells += new * len(left)
+            return {one.subject.key: [sum(losses[one.subject.key][done : done + new], Losses())] for one in left}
+
+        left = race(goal, field, samples, measure, found)
         assert cells <= len(field) * samples / 8
         mine, theirs = choose(goal, left, found), choose(goal, field, whole)
         assert theirs is not None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from trtkv.tune.candidates import Candidate
-from trtkv.tune.estimate import Estimate
+from trtkv.tune.estimate import Estimate, Losses, estimate, worst
 
 FINALISTS = 2  # that are measured on all samples
+# Candidates, samples that they have had and new ones: what each lost in every task on the new ones, by key.
+Measure = Callable[[Sequence[Candidate], int, int], Mapping[str, Sequence[Losses]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,19 @@ def rounds(samples: int) -> list[int]:
     while (done := sum(found)) < samples:
         found.append(min(done, samples - done))
     return found
+
+
+def race(goal: Goal, field: Sequence[Candidate], samples: int, measure: Measure, found: MutableMapping[str, Estimate]) -> list[Candidate]:
+    """Measure candidates until few are left, and return those, which have had all samples; the estimates of all go into found, by key."""
+    losses: dict[str, list[Losses]] = {}
+    left, done = list(field), 0
+    for new in rounds(samples):
+        left = survivors(goal, left, found) if done else left
+        for key, more in measure(left, done, new).items():
+            losses[key] = [sum(pair, Losses()) for pair in zip(losses.get(key, [Losses()] * len(more)), more, strict=True)]
+            found[key] = worst(map(estimate, losses[key]))
+        done += new
+    return left
 
 
 def survivors(goal: Goal, field: Sequence[Candidate], found: Mapping[str, Estimate]) -> list[Candidate]:
