@@ -72,10 +72,10 @@ def measure(options: argparse.Namespace) -> None:
     results = Results(options.directory).finished()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "2-core x86-64"
     about = {name: getattr(options, name) for name in ("model", "length", "samples", "dtype", "commit")} | {"device": device}
-    append_records(options.records, [
-        {"name": one.name, "task": spec.name, **about, "cost": asdict(one.cost), "scores": [x["score"] for x in results[cells[one.name, spec.name].key]["answers"]]}
-        for one in every for spec in specs
-    ])  # fmt: skip
+    scores = {place: [answer["score"] for answer in results[cell.key]["answers"]] for place, cell in cells.items()}
+    costs = {one.name: asdict(one.cost) for one in every}
+    rows = [{"name": name, "task": task, **about, "cost": costs[name], "scores": found} for (name, task), found in scores.items()]
+    append_records(options.records, rows)
 
 
 @dataclass(frozen=True, slots=True)
