@@ -110,8 +110,8 @@ class EvictPlan:
 class QuantizePlan:
     """How tokens pass into their encoded form.
 
-    flush_first: a decode step encodes before its attention; by_chunk: a prompt is encoded after each chunk instead of once it is complete;
-    demoted_only: tokens that the evict role marks are encoded, no leading run; mixed: they lie in pages of the pool that others lie in.
+    flush_first: a decode step encodes before its attention; by_chunk: a prompt is encoded after each chunk, not once it is complete; demoted_only:
+    what the evict role marks is encoded, no leading run; mixed: in pages of the others' pool; exact_first: first tokens in full precision too.
     """
 
     meaning: Meaning
@@ -120,6 +120,7 @@ class QuantizePlan:
     mixed: bool = False
     encoding: Encoding | None = None
     by_chunk: bool = False
+    exact_first: int = 0
 
 
 @dataclass(frozen=True, slots=True)

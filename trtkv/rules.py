@@ -82,7 +82,7 @@ class Grouped:
     """Integer codes: `group` tokens share the scale of a key's channel, as many channels that of a value's token.
 
     The newest `residual` tokens are not encoded. together: values are encoded with the keys, in runs of the residual, else one by one. phased: a
-    prompt's whole groups are all encoded, and runs begin after them.
+    prompt's whole groups are all encoded, and runs begin after them. rotated: by Hadamard's matrix, before.
     """
 
     bits: int
@@ -90,6 +90,7 @@ class Grouped:
     residual: int
     together: bool = False
     phased: bool = False
+    rotated: bool = False
     kind: Literal["grouped"] = "grouped"
 
 

@@ -37,7 +37,7 @@ def buffers_of(plan: CachePlan, form: Format | None = None) -> list[BufferSpec]:
     for spec in plan.buffers:
         letters, shape, layers = spec.letters, spec.shape, spec.layers
         if form is not None and spec.name in ("keys", "values"):
-            letters, shape = "Z Hk R D", ("Z", plan.num_kv_heads, form.ring, plan.head_dim)
+            letters, shape = "Z Hk R D", ("Z", plan.num_kv_heads, form.ring + form.sink, plan.head_dim)
         elif spec.paged and plan.storage == "per_head":
             letters, shape = letters.replace("Hk", "1").replace("Hq", "G"), ("P", int(shape[1]) // plan.num_kv_heads, *shape[2:])
             layers = (0,)
@@ -59,18 +59,20 @@ class Part:
     """What of paged buffers holds data: sizes [R] in bytes of an entry of so many tokens in each row, 0 where it has none.
 
     Entries are of keys (part 0) or values (1) that are encoded, or of those that are not; part is None where every stored token has its share of one.
+    exact: first tokens that have entries of either kind.
     """
 
     tokens: int
     part: int | None
     encoded: bool
+    exact: int
     sizes: tuple[int, ...]
     vector: npt.NDArray[np.int64]
 
     @staticmethod
-    def of(tokens: int, part: int | None, encoded: bool, sizes: Sequence[int]) -> Part:
+    def of(tokens: int, part: int | None, encoded: bool, exact: int, sizes: Sequence[int]) -> Part:
         """Prepare sizes for lists and for arrays of lengths."""
-        return Part(tokens, part, encoded, tuple(sizes), np.array(sizes, np.int64))
+        return Part(tokens, part, encoded, exact, tuple(sizes), np.array(sizes, np.int64))
 
     def entries(self, lengths: Lengths, encoded: Encoded) -> Lengths:
         """Return the entries [R] of a sequence."""
@@ -78,7 +80,7 @@ class Part:
         if part is not None and self.encoded:
             lengths = [ends[part] for ends in encoded] or [0] * len(lengths)
         elif part is not None and encoded:
-            lengths = [length - ends[part] for length, ends in zip(lengths, encoded, strict=True)]
+            lengths = [length - max(0, ends[part] - self.exact) for length, ends in zip(lengths, encoded, strict=True)]
         if self.tokens == 1:
             return lengths
         return lengths // self.tokens if isinstance(lengths, np.ndarray) else [length // self.tokens for length in lengths]
@@ -91,9 +93,9 @@ class Part:
 
 def _merged(parts: Iterable[Part]) -> list[Part]:
     """Add up what grows with the same numbers."""
-    found: dict[tuple[int, int | None, bool], Part] = {}
+    found: dict[tuple[int, int | None, bool, int], Part] = {}
     for one in parts:
-        key = (one.tokens, one.part, one.encoded)
+        key = (one.tokens, one.part, one.encoded, one.exact)
         sizes = [a + b for a, b in zip(one.sizes, found[key].sizes, strict=True)] if key in found else one.sizes
         found[key] = Part.of(*key, sizes)
     return list(found.values())
@@ -219,7 +221,7 @@ class ByteCount:
         coded = spec.pool == "encoded" and plan.storage != "mixed"
         token = plan.quantize is not None and plan.storage != "mixed" and (coded or spec.name in ("keys", "values"))
         part = int(spec.name.startswith("value")) if token else None  # codes and metadata are named after what they encode
-        return Part.of(spec.tokens_per_entry, part, coded, sizes)
+        return Part.of(spec.tokens_per_entry, part, coded, plan.quantize.exact_first if plan.quantize else 0, sizes)
 
 
 def _slot_bytes(specs: Sequence[BufferSpec]) -> int:

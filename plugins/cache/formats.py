@@ -12,6 +12,7 @@ from trtkv.rules import Blend, Exchange, Float8, Grouped, Lag, PerToken
 STEP = 32  # tokens that a warp attends to at once: pages are a multiple
 KEY_GROUPS = (16, 32, 64, 128)
 LIST_UNITS = (1, 4, 8, 16, 32, 64, 128)  # tokens of an entry of a list
+MOST_SINK = 16  # first tokens in full precision: a tile
 MOST_GROUP_HEADS = 8  # query heads a KV head: one column of a matrix instruction
 RING_SPARE = 16  # tokens of a residual's ring beyond those that are never encoded: the newest, rounded to what copies move
 MOST_BUDGET = 16384  # tokens of a head among which one block finds the least
@@ -27,7 +28,8 @@ class Format:
     (together). lag is 1 where a step's attention does not see what the step itself completes. phased: all whole groups of a prompt are encoded, so
     runs begin after them, at the sequence's `origin`. window is not 0 where an evict role works on the newest tokens, on up to so many:
     how many tokens are encoded then follows from what it has settled, and is stored a slot. replaced: tokens have a scale and a zero
-    point each; the newest alone is in full precision, and takes the place of an evicted one (`encodings/per_token/`).
+    point each; the newest alone is in full precision, and takes the place of an evicted one (`encodings/per_token/`). rotated: everything is stored
+    rotated, and decode steps' queries are; attention turns its output back. The first `sink` tokens lie behind the ring too, and are read there.
     """
 
     bits: int
@@ -39,10 +41,12 @@ class Format:
     phased: bool = False
     window: int = 0
     replaced: bool = False
+    rotated: bool = False
+    sink: int = 0
 
     @property
     def ring(self) -> int:
-        """Tokens of a slot's ring."""
+        """Tokens of a slot's ring, without the sink behind it."""
         if self.replaced:
             return 1
         if self.window:  # settled tokens wait for their run after those that may be evicted; values, also for `residual` newer ones
@@ -92,7 +96,8 @@ def find_format(plan: CachePlan) -> Format | None:
 def _grouped(one: Grouped, plan: CachePlan, window: int = 0) -> Format:
     assert plan.quantize is not None, "the plan encodes nothing"
     lag = 0 if plan.quantize.flush_first else 1
-    return Format(one.bits, one.group, gcd(one.group, plan.head_dim), one.residual, lag, one.together, one.phased, window)
+    known = (one.bits, one.group, gcd(one.group, plan.head_dim), one.residual, lag, one.together, one.phased, window)
+    return Format(*known, rotated=one.rotated, sink=plan.quantize.exact_first)
 
 
 def _settled_format(plan: CachePlan) -> Format | None:
@@ -103,11 +108,13 @@ def _settled_format(plan: CachePlan) -> Format | None:
     if not isinstance(rule, Lag) or not isinstance(encoding, Grouped) or encoding.together:
         return None
     found = _grouped(encoding, plan, window=2 * rule.lag)
-    return found if _fits(found, plan) else None
+    return found if _fits(found, plan) and not found.rotated and not found.sink else None
 
 
 def _fits(one: Format, plan: CachePlan) -> bool:
     if plan.page_size % STEP or plan.page_size % one.key_group or plan.num_q_heads // plan.num_kv_heads > MOST_GROUP_HEADS:
+        return False
+    if one.sink > min(MOST_SINK, one.key_group - 1) or (one.phased and one.sink):
         return False
     return one.bits == 8 or (one.key_group in KEY_GROUPS and one.value_group % 16 == 0)
 
@@ -117,7 +124,7 @@ def _selects(one: Format, plan: CachePlan) -> bool:
     units = [select.unit for select in plan.select if select is not None]
     if not units:
         return True
-    if plan.evict is not None or one.phased or any(unit not in LIST_UNITS for unit in units):
+    if plan.evict is not None or one.phased or one.rotated or one.sink or any(unit not in LIST_UNITS for unit in units):
         return False
     return all(why_selects_in_torch(plan, layer) is None for layer in range(plan.num_layers))
 

@@ -96,7 +96,7 @@ class QuantizeRole(Protocol):
 
     @property
     def exact_first(self) -> int:
-        """First tokens that stay in full precision."""
+        """First tokens that are stored in full precision too."""
 
     def flush(self, at: Occupancy, encoded: tuple[int, int]) -> tuple[int, int]:
         """Return how many tokens' keys and values are to be encoded now, from the first that may be on, given how many already are."""

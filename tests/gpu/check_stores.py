@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from math import gcd
 from typing import Any
 
@@ -24,6 +25,7 @@ from plugins.device import store
 from plugins.device.driver import arch
 from plugins.device.spec import Spec
 from tests.gpu.retrieval_case import DEV, expect, failures
+from trtkv.hadamard import rotate
 from trtkv.policies.packing import unpack
 from trtkv.policies.quantize.fp8 import Fp8
 from trtkv.policies.quantize.kivi import Kivi
@@ -37,10 +39,12 @@ class Case:
 
     def __init__(
         self, bits: int, key_group: int, residual: int, heads: int, group: int, dim: int, dtype: torch.dtype, lens: list[int], page: int = 128,
-        splits: int = 0, kept: bool = False,
+        splits: int = 0, kept: bool = False, sink: int | None = None,
     ) -> None:  # fmt: skip
         self.format = Format(8, 1, dim, 1, together=True) if bits == 8 else Format(bits, key_group, gcd(key_group, dim), residual)
         self.role: Any = Fp8() if bits == 8 else Kivi(bits=bits, group=key_group, residual=residual)
+        if sink is not None:  # rotated, too
+            self.format = replace(self.format, rotated=True, sink=sink)
         self.kept = kept  # a list says which tokens of prompts stay, as MiniKV has it
         if kept:
             self.format = Format(bits, key_group, gcd(key_group, dim), residual, lag=0, together=True, phased=True)
@@ -49,6 +53,7 @@ class Case:
         self.splits, self.worst, self.errors = splits, 0.0, list[tuple[Tensor, Tensor]]()
         self.label = (
             f"{bits} bits, groups {key_group}, heads {heads} x {group}, dim {dim}, {str(dtype)[6:]}, page {page}, splits {splits}{', kept' * kept}"
+            f"{'' if sink is None else f', rotated, sink {sink}'}"
         )
 
     def kernels(self, name: str) -> Iterator[Spec]:
@@ -70,7 +75,7 @@ class Case:
         key_meta = meta if one.bits == 8 else (pool, heads, page // one.key_group, dim)
         value_meta = meta if one.bits == 8 else (pool, heads, page, dim // one.value_group)
         codes = (pool, heads, page, dim * one.bits // 8)
-        ring = (slots, heads, one.ring, dim)
+        ring = (slots, heads, one.ring + one.sink, dim)
         shapes = (ring, ring, codes, key_meta, key_meta, codes, value_meta, value_meta)
         tensors = [self.guarded(shape, torch.uint8 if i in (2, 5) else self.dtype) for i, shape in enumerate(shapes)]
         self.origins = torch.zeros(slots, dtype=torch.int32, device=DEV)
@@ -106,6 +111,7 @@ class Case:
         outliers = 1 + 6 * (torch.rand(self.heads, 1, self.dim, device=DEV) > 0.95)
         keys, values = (torch.randn(self.heads, room, self.dim, device=DEV) + torch.randn(self.heads, 1, self.dim, device=DEV) for _ in range(2))
         plain = [(keys * outliers).to(self.dtype), values.to(self.dtype)]
+        plain[0][:, : self.format.sink] *= 8
         self.runs[b] = self.format.origin(stored)
         self.origins[self.places[b]] = self.runs[b]
         ends = self.format.encoded(stored, self.runs[b])
@@ -118,6 +124,8 @@ class Case:
         for part, x, ring, end in zip(range(2), plain, (self.pages.keys, self.pages.values), ends, strict=True):
             tokens = torch.arange(end, stored, device=DEV)
             ring[self.places[b]].fill_(torch.nan)[:, tokens % self.format.ring] = x[:, end:stored]
+            exact = min(self.format.sink, stored)
+            ring[self.places[b]][:, self.format.ring :][:, :exact] = x[:, :exact]
             self.history[part][b : b + 1] = [x[:, :stored]]
         self.newer[b] = []
 
@@ -137,7 +145,8 @@ class Case:
 
     def visible(self, b: int) -> list[tuple[Tensor, Tensor]]:
         """Return keys and values [S, D] that every KV head of a sequence reads."""
-        return list(zip(*reference.visible(self.pages, self.table[b], self.places[b], self.lens[b]), strict=True))
+        keys, values = reference.visible(self.pages, self.table[b], self.places[b], self.lens[b])
+        return list(zip(keys, rotate(values) if self.format.rotated else values, strict=True))
 
     def check_more(self) -> None:
         """Compare what else was written."""
@@ -152,11 +161,15 @@ class Case:
         self.rope = torch.cat([angles.cos(), angles.sin()], 1)
 
     def grew(self) -> None:
-        """Take the newest tokens into the history: keys as they were stored, values as given."""
+        """Take the newest tokens into the history: keys as they were stored, values as given, or within two roundings of their rotation."""
         values = self.qkv.unflatten(1, (-1, self.dim))[:, -self.heads :]
         for b, stored in enumerate(self.lens):
-            key = self.pages.keys[self.places[b]][:, (stored - 1) % self.format.ring]
-            self.newer[b].append((key.clone(), values[b].clone()))
+            key, value = (ring[self.places[b]][:, (stored - 1) % self.format.ring] for ring in (self.pages.keys, self.pages.values))
+            if self.format.rotated:
+                want = rotate(values[b])
+                near = torch.finfo(self.dtype).eps * want.abs() + 1e-5
+                expect(bool(((value.float() - want).abs() <= near).all()), f"{self.label}: the rotation of a value of {b} at {stored}")
+            self.newer[b].append((key.clone(), (value if self.format.rotated else values[b]).clone()))
 
     def check_codes(self) -> None:
         """Compare codes and metadata with the role's, bit for bit."""
@@ -168,7 +181,10 @@ class Case:
                 if not end:
                     continue
                 got = reference.stored_numbers(self.pages, self.table[b], name)
-                want = {key: x.to(DEV) for key, x in self.role.encode(self.history[part][b][:, :end].cpu(), name).items()}  # exact division
+                whole, sink = self.history[part][b][:, :end].cpu(), self.format.sink
+                if name == "keys" and sink:
+                    whole[:, :sink] = whole[:, sink : sink + 1].clone()
+                want = {key: x.to(DEV) for key, x in self.role.encode(whole, name).items()}  # exact division
                 codes = want["codes"] if self.format.bits == 8 else unpack(want["codes"], self.format.bits)
                 codes = codes.transpose(2, 3).flatten(1, 2) if name == "keys" and self.format.bits < 8 else codes
                 entries = end // self.format.key_group if name == "keys" else end
@@ -281,6 +297,12 @@ def cases() -> list[Case]:
         Case(4, 128, 128, 2, 8, 64, bf16, lens),
         Case(2, 16, 128, 8, 4, 128, bf16, [17000, 128, 255], page=32, kept=True),
         Case(2, 32, 64, 2, 7, 64, fp16, lens, page=64, kept=True),
+        Case(4, 64, 64, 8, 4, 128, bf16, [33000, 63, 255], page=64, sink=4),
+        Case(4, 64, 64, 4, 7, 128, bf16, [33000, 3, 64, 65], page=64, sink=4),
+        Case(4, 32, 64, 2, 3, 64, fp16, lens, page=64, sink=16),
+        Case(4, 32, 32, 3, 5, 96, bf16, lens, page=32, sink=1),
+        Case(4, 64, 64, 1, 4, 256, bf16, lens, page=64, sink=4),
+        Case(2, 32, 32, 2, 1, 128, fp16, lens, page=32, splits=3, sink=4),
         Case(8, 1, 1, 8, 4, 128, bf16, [33000, 31, 255]),
         Case(8, 1, 1, 2, 7, 128, fp16, lens, page=32),
         Case(8, 1, 1, 2, 2, 64, bf16, lens, page=32),
@@ -315,4 +337,4 @@ def small(bits: int, key_group: int, more: type[Case] = Case, **form: Any) -> Ca
 
 
 if __name__ == "__main__":
-    sys.exit(main(cases(), [small(2, 32), small(8, 32), small(2, 16, kept=True)]))
+    sys.exit(main(cases(), [small(2, 32), small(8, 32), small(2, 16, kept=True), small(4, 32, sink=4)]))

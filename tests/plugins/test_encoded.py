@@ -32,6 +32,7 @@ from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.checkpoint.find import resolve_model
 from trtkv.config import Limits, ModelConfig
 from trtkv.errors import CapacityError, EngineError
+from trtkv.hadamard import rotate
 from trtkv.policies.packing import unpack
 from trtkv.policies.quantize.fp8 import Fp8
 from trtkv.policies.quantize.kivi import Kivi
@@ -66,7 +67,7 @@ def make_pages(form: Format, dim: int, dtype: torch.dtype) -> launch.Pages:
     value_meta = meta if form.bits == 8 else (POOL, HEADS, PAGE, dim // form.value_group)
     real = lambda shape: torch.full(shape, torch.nan, dtype=dtype)  # noqa: E731
     codes = lambda: torch.full((POOL, HEADS, PAGE, dim * form.bits // 8), 255, dtype=torch.uint8)  # noqa: E731
-    ring = (3, HEADS, form.ring, dim)
+    ring = (3, HEADS, form.ring + form.sink, dim)
     return launch.Pages(
         form, PAGE, real(ring), real(ring), codes(), real(key_meta), real(key_meta), codes(), real(value_meta), real(value_meta)
     )  # fmt: skip
@@ -193,6 +194,12 @@ def model(**update: Any) -> ModelConfig:
         ("snapkv+kivi", (), {}, Format(2, 32, 32, 128)),
         ("pyramidkv+fp8", (), {}, Format(8, 1, 128, 1, together=True)),
         ("lagkv+fp8", (), {}, Format(8, 1, 128, 1, together=True)),
+        ("rotated", (), {}, Format(4, 64, 64, 64, rotated=True, sink=4)),
+        ("snapkv+rotated", (), {}, Format(4, 64, 64, 64, rotated=True, sink=4)),
+        ("rotated", ("quantize.value_bits=2",), {}, None),
+        ("rotated", ("quantize.sink=17",), {}, None),
+        ("rotated+fier", (), {}, None),
+        ("lagkv+rotated", (), {}, None),
         ("streaming+fp8", (), {}, None),
         ("qhitter", ("quantize.bits=8",), {}, None),
         ("qhitter", ("evict.budget=20000",), {}, None),
@@ -274,7 +281,8 @@ class Torch:
         config = OpConfig(q.shape[1] // pages.dim, pages.heads, pages.dim, rest["scale"], 0.0, 0, 0)
         for b, stored in enumerate(lens.tolist()):
             keys, values = reference.visible(pages, table[b], int(slots[b]), stored)
-            out[b] = attention.attend(q[b].view(-1, pages.dim), keys, values, config).flatten()
+            answer = attention.attend(q[b].view(-1, pages.dim), keys, values, config)
+            out[b] = (rotate(answer) if pages.format.rotated else answer).flatten()
 
 
 @pytest.fixture(scope="module")
@@ -290,9 +298,11 @@ STORED = {
     "minikv": (*MINI, "quantize.residual=16"),
     "minikv-pyramid": (*MINI, "allocate.depth=2", "quantize.residual=16"),
     "snapkv+kivi": (*KIVI16, "evict.budget=20", "evict.window=4"),
+    "rotated": KIVI16,
+    "snapkv+rotated": (*KIVI16, "quantize.sink=2", "evict.budget=20", "evict.window=4"),
     "pyramidkv+fp8": ("evict.budget=24", "evict.window=4"),
 }
-BY_CHUNK = {policy: (*STORED[policy], "quantize.by_chunk=true") for policy in ("kivi", "fp8")}
+BY_CHUNK = {policy: (*STORED[policy], "quantize.by_chunk=true") for policy in ("kivi", "fp8", "rotated")}
 
 
 @pytest.mark.parametrize(("policy", "sets"), [*STORED.items(), *BY_CHUNK.items()])
@@ -306,14 +316,16 @@ def test_a_session_stores_and_answers_like_the_definition(
     texts = torch.randint(1, 250, (3, 60), generator=torch.Generator().manual_seed(0))
     answers = [run(rig, texts) for rig in (held, paged)]
     assert fake.attended
-    torch.testing.assert_close(answers[1][0], answers[0][0], rtol=1e-3, atol=1e-3 * float(answers[0][0].abs().max()))
+    # Products of a rotation in another order move a code by a step now and then, and with it these logits by up to 5e-3.
+    near = 1e-2 if "rotated" in policy else 1e-3
+    torch.testing.assert_close(answers[1][0], answers[0][0], rtol=near, atol=near * float(answers[0][0].abs().max()))
     assert answers[1][1] == answers[0][1]
     assert not any(paged.cache.store._prompts.values())
     if paged.plan.evict is not None:
         check_kept(paged, held)
         return
     more = [rig.stepper.run([StepRow(texts[0, 33:37].tolist(), 33, 0, rig.pages(0), range(4))]) for rig in (held, paged)]  # no prompt any more
-    torch.testing.assert_close(more[1], more[0], rtol=1e-3, atol=1e-3 * float(more[0].abs().max()))
+    torch.testing.assert_close(more[1], more[0], rtol=near, atol=near * float(more[0].abs().max()))
     assert paged.cache.stored_bytes() == held.cache.stored_bytes()
     paged.cache.release(0)
     assert paged.cache.store.stored_bytes(1, 19) > 0
@@ -382,6 +394,7 @@ NEWEST = ("evict.heavy=0", "evict.recent=0.6", "quantize.residual=32")  # which 
         ("kivi", ()),
         ("kivi", ("quantize.bits=4", "quantize.group=16", "quantize.residual=32")),
         ("fp8", ()),
+        ("rotated", ()),
         ("minikv", NEWEST),
         ("minikv-pyramid", NEWEST),
         ("qhitter", ("evict.budget=600",)),  # what is evicted is checked step by step in tests/gpu/check_replaced.py

@@ -14,6 +14,7 @@ from plugins.cache.encodings.grouped import launch, reference
 from plugins.cache.formats import Format
 from plugins.device.spec import shared_limit
 from tests.plugins import cuda_on_cpu
+from trtkv.hadamard import rotate
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
 HEADS, PAGE, WARPS = 2, 64, 2
@@ -27,7 +28,7 @@ def make_pages(form: Format, dim: int, dtype: torch.dtype, pool: int) -> launch.
     real = lambda shape: torch.randn(shape).to(dtype)  # noqa: E731
     scale = lambda shape: (torch.rand(shape) * (0.02 if form.bits == 8 else 0.5)).to(dtype)  # noqa: E731
     codes = lambda: torch.randint(0, 127 if form.bits == 8 else 256, (pool, HEADS, PAGE, dim * form.bits // 8), dtype=torch.uint8)  # noqa: E731
-    ring = (4, HEADS, form.ring, dim)
+    ring = (4, HEADS, form.ring + form.sink, dim)
     key_codes, value_codes = codes(), codes()
     if form.bits == 8:
         key_codes |= torch.randint(0, 2, key_codes.shape, dtype=torch.uint8) << 7
@@ -90,6 +91,13 @@ def test_blocks_of_a_cluster_merge_through_their_shared_memory(
     compare(form, group, dim, dtype, [330, 1, 65, 140], None, monkeypatch, splits=splits, cluster=4)
 
 
+@pytest.mark.parametrize("cluster", [1, 4])
+@pytest.mark.parametrize(("group", "dim", "sink"), [(7, 64, 4), (1, 64, 16), (3, 96, 5), (4, 128, 4), (2, 256, 0)])
+def test_outputs_are_turned_back_and_first_tokens_exact(group: int, dim: int, sink: int, cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = Format(4, 32, 32, 64, rotated=True, sink=sink)
+    compare(form, group, dim, torch.float16, [330, 1, 66, 140], None, monkeypatch, splits=2 * cluster, cluster=cluster)
+
+
 def compare(
     form: Format,
     group: int,
@@ -122,6 +130,7 @@ def compare(
     errors, torchs = [], []
     for b, count in enumerate(stored):
         keys, values = reference.visible(pages, table[b], int(slots[b]), count)
+        values = rotate(values) if form.rotated else values
         query = q[b].view(HEADS, group, dim)
         exact = torch.softmax(query.double() @ keys.double().transpose(1, 2) * dim**-0.5, -1) @ values.double()
         plain = scaled_dot_product_attention(query[None], keys.to(dtype)[None], values.to(dtype)[None])[0]

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from tests.policies.cases import small, tensors
 from trtkv.config import ModelConfig
+from trtkv.hadamard import hadamard
 from trtkv.plan import Occupancy
 from trtkv.policies.base import Quantize
 from trtkv.policies.packing import pack, unpack
 from trtkv.policies.quantize.kivi import Kivi
-from trtkv.policies.quantize.rotated import Rotated, hadamard
+from trtkv.policies.quantize.rotated import Rotated
 from trtkv.policies.registry import role_class, role_names
 from trtkv.simulation import simulate
 
@@ -148,14 +149,14 @@ def test_kivi_schedule(prompt: int) -> None:
 
 
 @pytest.mark.parametrize("prompt", [1, 3, 4, 35, 36, 37, 68, 100])
-def test_the_first_tokens_stay_exact_and_groups_begin_after_them(prompt: int) -> None:
+def test_the_first_tokens_are_stored_exactly_too(prompt: int) -> None:
     q, k, v = tensors(prompt + 70, dtype=torch.float16)
     done = simulate(small("rotated"), q, k, v, prefill=prompt)
     for step, (full, encoded) in enumerate(done.lengths):
-        stored, others = prompt + step, max(0, prompt + step - 4)
-        assert (full, encoded) == (stored - others // 32 * 32, others // 32 * 32)
-        values = max(0, others - 32)
-        elements = 2 * 16 * (2 * stored - encoded - values)
+        stored = prompt + step
+        assert (full, encoded) == (stored % 32, stored // 32 * 32)
+        values = max(0, stored - 32)
+        elements = 2 * 16 * (2 * stored - encoded - values + min(4, encoded) + min(4, values))
         assert done.stored_bytes[step] == 2 * elements + 2 * 16 * (encoded * (4 + 32 / 32) + values * (4 + 32 / 16)) / 8
 
 

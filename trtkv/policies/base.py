@@ -252,7 +252,7 @@ class Quantize(Role):
 
     @property
     def exact_first(self) -> int:
-        """First tokens that stay in full precision; those that are encoded follow them."""
+        """First tokens that are stored in full precision too, and read so; keys' codes of their group are made without them."""
         return 0
 
     def flush(self, at: Occupancy, encoded: tuple[int, int]) -> tuple[int, int]:
@@ -276,7 +276,7 @@ class Quantize(Role):
 
     def plan(self) -> QuantizePlan:
         """Lower the role to its schedule."""
-        return QuantizePlan(self.meaning(), self.flush_first, self.demoted_only, encoding=self.stated)
+        return QuantizePlan(self.meaning(), self.flush_first, self.demoted_only, encoding=self.stated, exact_first=self.exact_first)
 
 
 class Offload(Role):

@@ -20,6 +20,7 @@ class PartStore:
         """Begin with no token; empty [0, D] gives dtype and device."""
         self.part, self.quantize = part, quantize
         self.plain, self.codes = empty, dict[str, Tensor]()
+        self.exact = empty  # first tokens that are encoded and read in full precision
         self.coded = torch.zeros(0, dtype=torch.bool, device=empty.device)
 
     def append(self, rows: Tensor) -> None:
@@ -35,16 +36,20 @@ class PartStore:
         rows[~self.coded] = self.plain.float()
         assert self.quantize is not None
         rows[self.coded] = self.quantize.decode(self.codes, self.part)[0]
+        rows[: len(self.exact)] = self.exact.float()
         return rows
 
     def encode_until(self, count: int) -> None:
-        """Encode tokens, after those that stay in full precision, until `count` are."""
+        """Encode the first tokens until `count` are."""
         assert self.quantize is not None
         done, first = int(self.coded.sum()), self.quantize.exact_first
         if count > done:
-            self._add_codes(self.plain[first : first + count - done])
-            self.plain = torch.cat([self.plain[:first], self.plain[first + count - done :]])
-            self.coded[first + done : first + count] = True
+            rows, self.plain = self.plain[: count - done], self.plain[count - done :]
+            self.exact = torch.cat([self.exact, rows[: max(0, first - done)]])
+            if self.part == "keys" and not done and first:
+                rows = torch.cat([rows[first : first + 1].expand(first, -1), rows[first:]])
+            self._add_codes(rows)
+            self.coded[done:count] = True
 
     def keep(self, tokens: Tensor, demoted: Tensor | None) -> None:
         """Drop all but ascending tokens [K]; demoted [K] bool says which of them are encoded from now on (None: as before)."""
@@ -67,7 +72,7 @@ class PartStore:
 
     def nbytes(self) -> int:
         """Return the bytes of codes, metadata and plain rows."""
-        return sum(x.numel() * x.element_size() for x in (self.plain, *self.codes.values()))
+        return sum(x.numel() * x.element_size() for x in (self.plain, self.exact, *self.codes.values()))
 
     def _keep_behind(self, tokens: Tensor) -> None:
         stay, places = self.coded[tokens], (~self.coded).cumsum(0) - 1

@@ -20,7 +20,7 @@ class Kivi(Chunked, Grouped):
 
     source: ClassVar[str] = "KIVI, arXiv 2402.02750"
 
-    def rule(self) -> rules.Grouped:
+    def rule(self) -> rules.Grouped | None:
         """Keys in runs of the residual, values one by one."""
         return rules.Grouped(self.bits, self.group, self.residual)
 

@@ -3,19 +3,20 @@
 A Hadamard rotation of a head's channels spreads outliers over all of them, as in TurboQuant (arXiv 2504.19874) and KVarN (vLLM pull request 46812),
 which gives values two bits (`value_bits`). Here the rotation is fixed where TurboQuant's is random, groups of tokens share the scale of a
 key's channel, and there is neither TurboQuant's codebook nor KVarN's normalisation by variances. The rotation follows RoPE. The first tokens, whose
-keys are unlike all others and would widen their group's steps, stay in full precision; groups begin after them.
+keys are unlike all others and would widen their group's steps, are also stored in full precision, and their group's range is that of the others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from trtkv import rules
+from trtkv.errors import ConfigError
+from trtkv.hadamard import rotate
 from trtkv.lazy import Tensor, torch
-from trtkv.plan import Occupancy
 from trtkv.policies.base import Part
 from trtkv.policies.quantize.kivi import Kivi
 
@@ -38,11 +39,6 @@ class Rotated(Kivi):
         """The sink."""
         return self.sink
 
-    def flush(self, at: Occupancy, encoded: tuple[int, int]) -> tuple[int, int]:
-        """Encode what KIVI would if the sink were not there."""
-        lengths = tuple(max(0, length - self.sink) for length in at.lengths)
-        return super().flush(replace(at, lengths=lengths, settled=max(0, at.settled - self.sink)), encoded)
-
     def bits_of(self, part: Part) -> int:
         """Keys have `bits`."""
         return self.bits if part == "keys" else self.value_bits
@@ -50,19 +46,20 @@ class Rotated(Kivi):
     def encode(self, x: Tensor, part: Part) -> dict[str, Tensor]:
         """Encode keys or values [Hk, S, D] after the rotation."""
         most = torch.finfo(x.dtype).max
-        return super().encode((x.float() @ hadamard(x)).clamp(-most, most).to(x.dtype), part)
+        return super().encode(rotate(x).clamp(-most, most).to(x.dtype), part)
 
     def decode(self, codes: Mapping[str, Tensor], part: Part) -> Tensor:
         """Decode keys or values to [Hk, S, D] fp32, rotated back."""
-        rotated = super().decode(codes, part)
-        return rotated @ hadamard(rotated)
+        return rotate(super().decode(codes, part))
 
+    def rule(self) -> rules.Grouped | None:
+        """KIVI's, rotated, where keys and values have equally many bits."""
+        if self.bits != self.value_bits:
+            return None
+        return rules.Grouped(self.bits, self.group, self.residual, rotated=True)
 
-def hadamard(like: Tensor) -> Tensor:
-    """Return the rotation [D, D] fp32 of the last axis of a tensor, its own inverse: blocks of the largest power of two that divides D."""
-    dim = like.shape[-1]
-    size, block = dim & -dim, torch.ones(1, 1, device=like.device)
-    while len(block) < size:
-        block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
-    rotation: Tensor = torch.block_diag(*[block * size**-0.5] * (dim // size))
-    return rotation
+    def check(self, policy: str) -> None:
+        """Raise ConfigError also where no token of the first group is encoded."""
+        super().check(policy)
+        if self.sink >= self.group:
+            raise ConfigError(f"quantize.sink = {self.sink} of '{policy}' is not below the group {self.group}", f"Give at most {self.group - 1}.")

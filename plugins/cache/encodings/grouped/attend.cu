@@ -2,7 +2,8 @@
 //
 // Built with -DD (head dimension, multiple of 32), -DGROUP_HEADS (G <= 8), -DBITS (2 or 4: codes with scale and minimum; 8: e4m3 with a scale a token),
 // -DKEY_GROUP (tokens, multiple of 16), -DVALUE_GROUP (channels, multiple of 16), -DWARPS, -DSTAGES, -DCLUSTER, -DPHASED (runs are counted from the slot's origin),
-// -DSETTLED (how much is encoded is said a slot) and -DBF16. How codes lie: `layout.py`; how a warp takes them: `softmax_state.cuh`.
+// -DSETTLED (how much is encoded is said a slot), -DSINK (first tokens that are read in full precision), -DTURN (channels that are turned back
+// together, 0: none) and -DBF16. How codes lie: `layout.py`; how a warp takes them: `softmax_state.cuh`.
 #include "merge_states.cuh"
 
 #define TILE_COST 4 // steps that take as long as a tile in full precision, whose loads wait for each other
@@ -20,7 +21,7 @@ __device__ __forceinline__ int2 share_of(int steps, int slow, int worker, int wo
 }
 #endif
 
-// q [B, q_stride]; codes and metadata in pages of page_size tokens; keys, values [Z, Hk, ring, D] the residual, token t at place t % ring; table
+// q [B, q_stride]; codes and metadata in pages of page_size tokens; keys, values [Z, Hk, ring + SINK, D] the residual, token t at place t % ring; table
 // [B, table_stride], lens [B], slots [B], origins [Z]. Behind `lag` tokens, runs of `residual` keys are encoded, and values older than the residual
 // (together: with the keys). Scratch: parts [B, Hk, splits, G, D] and tops [B, Hk, splits, 8, 2] fp32, counters [B, Hk, CLUSTER] int32, zero before and after. Writes out
 // [B, out_stride].
@@ -39,9 +40,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
   const int stored = lens[b], slot = slots[b];
   const int* pages = table + (long long)b * table_stride;
   const auto [keys_end, values_end] = ends_of(stored, origins, slot, residual, lag, together);
-  const int coded = min(keys_end, values_end) / STEP * STEP, steps = coded / STEP;
+  const int coded = min(keys_end, values_end) / STEP * STEP;
+  // The first step's tiles are not codes alone where there is a sink: they are taken with those behind the codes.
+  const int front = SINK ? min(coded, STEP) : 0, steps = (coded - front) / STEP;
   // Steps are shared out evenly; a warp that has a tile more of what is left behind them gets fewer.
-  const int workers = splits * WARPS, worker = warp * splits + blockIdx.x, tiles = (stored - coded + TILE - 1) / TILE;
+  const int workers = splits * WARPS, worker = warp * splits + blockIdx.x, tiles = (front + stored - coded + TILE - 1) / TILE;
 #ifdef SETTLED
   const int2 share = share_of(steps, tiles % workers, worker, workers);
   const int begin = share.x, mine = share.y, used = workers;
@@ -53,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
 #endif
   const Codes codes = {key_codes, key_scale, key_minimum, value_codes, value_scale, value_minimum};
   auto row_of = [&](int token) { const int page = token / page_size; return (pages[page] * heads + head) * page_size + token - page * page_size; };
-  auto look = [&](int j) { return j + lane < mine ? row_of((begin + j + lane) * STEP) : 0; }; // of 32 steps, one a lane
+  auto look = [&](int j) { return j + lane < mine ? row_of(front + (begin + j + lane) * STEP) : 0; }; // of 32 steps, one a lane
 
   char* own = ring + warp * RING_BYTES;
   const u32 own_at = shared_at(own);
@@ -68,10 +71,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
     }
     copies_commit();
   };
-  const Residual rest = {keys, values, (long long)(slot * heads + head) * ring_tokens, ring_tokens, keys_end, values_end};
-  const int first_tile = coded + worker * TILE, newest = stored - 1;
+  const Residual rest = {keys, values, (long long)(slot * heads + head) * (ring_tokens + SINK), ring_tokens, keys_end, values_end};
+  auto token_of = [&](int tile) { return tile * TILE + (tile * TILE < front ? 0 : coded - front); };
+  const int first_tile = token_of(worker), newest = stored - 1;
   // Of what is read here a step writes the newest token, and where its attention sees them the codes of the run that it completes.
-  const bool fresh = lag == 0 && keys_end == stored, early = !fresh || (begin + STAGES) * STEP <= coded - residual;
+  const bool fresh = lag == 0 && keys_end == stored, early = !fresh || front + (begin + STAGES) * STEP <= coded - residual;
   const bool alone = mine == 0 && worker < tiles && !fresh; // nothing but tiles, whose place in shared memory is free
   if (threadIdx.x == 0) zeros = make_uint4(0, 0, 0, 0);
   __syncthreads();
@@ -104,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, (D > 128 ? 256 : 512) / TH
 
   // What is left: tokens whose key or value is no code, and codes of an unfinished step.
   for (int tile = worker; tile < tiles; tile += workers) {
-    const int first = coded + tile * TILE, there = min(TILE, stored - first);
+    const int first = token_of(tile), there = min(TILE, stored - first);
     if (!alone || tile != worker) {
       rest.fetch(own_at, codes, first, there, row_of(first), -1);
       copies_commit();

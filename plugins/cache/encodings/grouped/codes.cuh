@@ -8,6 +8,9 @@
 #ifndef LISTED
 #define LISTED 0
 #endif
+#ifndef SINK
+#define SINK 0
+#endif
 #define STEP 32
 #define WORDS (D * BITS / 64)                             // of a lane, of 16 tokens
 #define VECTOR (WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1) // consecutive words of a lane

@@ -5,8 +5,6 @@ Rounding follows the roles (`trtkv.policies.packing`, `quantize/fp8.py`) bit for
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -172,6 +170,26 @@ def _encode_value(x, token, b, head, table, table_stride, page_size, codes, scal
 
 
 @triton.jit
+def _side(a: tl.constexpr):
+    """Return Hadamard's matrix [a, a] fp32 of a power of two up to 16: the sign is that of the bits which both numbers have."""
+    both = tl.arange(0, a)[:, None] & tl.arange(0, a)[None, :]
+    both ^= both >> 2
+    both ^= both >> 1
+    return 1.0 - 2.0 * (both & 1).to(tl.float32)
+
+
+@triton.jit
+def _rotate(x, BLOCK_D: tl.constexpr, TURN: tl.constexpr):
+    """Rotate the channels x [BLOCK_D] fp32 of a token in blocks of TURN: along both sides of a rectangle, one after the other."""
+    a: tl.constexpr = 16 if TURN >= 128 else (8 if TURN >= 32 else 4)
+    b: tl.constexpr = TURN // a
+    y = tl.reshape(x, [BLOCK_D // TURN, a, b])
+    y = tl.sum(y[:, :, None, :] * _side(a)[None, :, :, None], 1)
+    y = tl.sum(y[:, :, :, None] * _side(b)[None, None, :, :], 2)
+    return tl.reshape(y, [BLOCK_D]) * (TURN**-0.5)
+
+
+@triton.jit
 def append_encoded(
     qkv,
     positions,
@@ -208,17 +226,21 @@ def append_encoded(
     VALUE_GROUP: tl.constexpr,
     TOGETHER: tl.constexpr,
     PHASED: tl.constexpr,
+    SINK: tl.constexpr,
+    TURN: tl.constexpr,
     NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Append one token of every sequence and encode what it completes; grid [Hk + Hk + Hq, B]: keys, values, queries.
 
     qkv [T, (Hq + 2 Hk) D], row starts[b] for sequence b; positions [T], lens [B] stored tokens behind the append, slots [B], table
-    [B, M] int32; rope [X, D] fp32; keys and values [Z, Hk, ring, D], token t at place t % ring.
-    When a run of `residual` tokens is complete its keys are encoded; so are its values (TOGETHER), or else in every step the value
-    that leaves the residual. PHASED: runs are counted from origins[slot] of origins [Z] int32. BITS 8 is e4m3 with a scale a token, whose run is one
-    token. Only qkv is the work of the kernel in front: everything else is read before this one waits, and the value that leaves is encoded before.
-    early lets the kernel behind this one begin before the one in front of it has ended: both may have written nothing that it reads before it waits.
+    [B, M] int32; rope [X, D] fp32; keys and values [Z, Hk, ring + SINK, D], token t at place t % ring, the first ones at ring + t too.
+    When a run of `residual` tokens is complete its keys are encoded; so are its values (TOGETHER), or else in every step the value that leaves
+    the residual. PHASED: runs are counted from origins[slot] of origins [Z] int32. BITS 8 is e4m3 with a scale a token, whose run is one token.
+    With TURN keys, values and queries are rotated. Only qkv is the work of the kernel in front: everything else is read before this one waits,
+    and the value that leaves is encoded before.
+    early lets the kernel behind this one begin before the one in front of it has ended: both may have written nothing that it reads before it
+    waits.
     """
     head, b = tl.program_id(0), tl.program_id(1)
     if OVERLAP:  # noqa: SIM102 - one is known to the compiler
@@ -230,7 +252,7 @@ def append_encoded(
     d = tl.arange(0, BLOCK_D)
     inside = d < D
     own = head % HEADS_KV
-    base = (slot * HEADS_KV + own) * ring
+    base = (slot * HEADS_KV + own) * (ring + SINK)
     to = (base + (stored - 1) % ring) * D + d
     counted = stored
     if PHASED:
@@ -247,7 +269,12 @@ def append_encoded(
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
         x = tl.load(at + d, inside, 0.0)
+        if TURN:
+            x = _rotate(x.to(tl.float32), BLOCK_D, TURN).to(x.dtype)
         tl.store(values + to, x, inside)
+        if SINK:  # noqa: SIM102
+            if stored <= SINK:
+                tl.store(values + (base + ring + stored - 1) * D + d, x, inside)
         if BITS == 8:
             if counted % residual == 0:
                 _encode_value(x[None, :], stored - 1, b, own, table, table_stride, page_size, value_codes, value_scale, value_minimum,
@@ -285,8 +312,13 @@ def append_encoded(
             x = (wide / root).to(dtype) * x_weight
             y = (y.to(tl.float32) / root).to(dtype) * y_weight
         turned = (x.to(tl.float32) * cos + sign * (y.to(tl.float32) * sin)).to(dtype)
+        if TURN:
+            turned = _rotate(turned.to(tl.float32), BLOCK_D, TURN).to(dtype)
         if is_key:
             tl.store(keys + to, turned, inside)
+            if SINK:  # noqa: SIM102
+                if stored <= SINK:
+                    tl.store(keys + (base + ring + stored - 1) * D + d, turned, inside)
             if counted % residual == 0:
                 if BITS == 8:
                     there = tl.arange(0, 1) == 0
@@ -295,7 +327,7 @@ def append_encoded(
                 else:
                     tl.debug_barrier()  # the other threads of this program read what was stored
                     for begin in range(stored - residual, stored, KEY_GROUP):
-                        places = base + (begin + tl.arange(0, KEY_GROUP)) % ring
+                        places = base + tl.maximum(begin + tl.arange(0, KEY_GROUP), SINK) % ring
                         _encode_keys(
                             keys, places, begin, begin, stored, b, own, table, table_stride, page_size, key_codes, key_scale, key_minimum,
                             HEADS_KV, D, BLOCK_D, BITS, KEY_GROUP,
@@ -329,20 +361,21 @@ def encode_prompt(
     BITS: tl.constexpr,
     KEY_GROUP: tl.constexpr,
     VALUE_GROUP: tl.constexpr,
+    SINK: tl.constexpr,
     T: tl.constexpr,
     LISTED: tl.constexpr,
 ):
     """Encode keys from keys_begin to keys_end and values from values_begin to values_end; grid [blocks of T tokens, Hk].
 
     keys and values [Hk, tokens, D]; table [M] int32. LISTED: token t of a head is row kept[head, t] of kept [Hk, count] int32. T is a multiple of
-    KEY_GROUP; with less than eight bits, so are both bounds of the keys.
+    KEY_GROUP; with less than eight bits, so are both bounds of the keys. In the place of the first SINK keys the next one is encoded.
     """
     block, head = tl.program_id(0), tl.program_id(1)
     b = head * 0
     base = head.to(tl.int64) * tokens
     for begin in range(block * T, block * T + T, KEY_GROUP):
         if (begin + (KEY_GROUP - 1 if BITS == 8 else 0) >= keys_begin) & (begin + (1 if BITS == 8 else KEY_GROUP) <= keys_end):
-            row = begin + tl.arange(0, KEY_GROUP)
+            row = tl.maximum(begin + tl.arange(0, KEY_GROUP), SINK)
             if LISTED:
                 row = tl.load(kept + head.to(tl.int64) * count + row, row < keys_end, 0)
             _encode_keys(
@@ -357,13 +390,3 @@ def encode_prompt(
             values, base + row, block * T, values_begin, values_end, b, head, table, 0, page_size,
             value_codes, value_scale, value_minimum, HEADS_KV, D, BLOCK_D, BITS, VALUE_GROUP, T,
         )  # fmt: skip
-
-
-def launch_append(grid: Any, values: Any, constants: Any) -> None:
-    """Run `append_encoded` in Triton's interpreter."""
-    append_encoded[grid](*values, **constants)
-
-
-def launch_prompt(grid: Any, values: Any, constants: Any) -> None:
-    """Run `encode_prompt` in Triton's interpreter."""
-    encode_prompt[grid](*values, **constants)

@@ -21,6 +21,7 @@ from plugins.device.nvrtc import CudaSpec
 from plugins.device.spec import Float, Int, Pointer
 from plugins.device.triton_aot import TritonSpec
 from trtkv.errors import EngineError
+from trtkv.hadamard import block_size
 
 _HERE = Path(__file__).parent
 CODES = {
@@ -60,7 +61,7 @@ PROMPT_TOKENS = 32  # of a block that encodes a prompt, at least
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """A layer's encoded cache: codes and metadata in pages as the plan's buffers have them, keys and values [Z, Hk, ring, D] each slot's residual.
+    """A layer's encoded cache: codes and metadata in pages as the plan's buffers have them, keys and values [Z, Hk, ring + sink, D] each slot's.
 
     With eight bits there is no minimum, and any tensor may be passed. origins [Z] int32: where the runs of each slot's sequence begin, in a phased
     format; ends [Z, 2] int32: how many leading keys and values of each are encoded, in a format with a window.
@@ -215,7 +216,7 @@ def attend(
     block = scratch.block or attend_block(one, pages.dim, arch())
     spec = attend_kernel(one, pages.dim, group, q.dtype == torch.bfloat16, arch(), block)
     tensors = (q, *pages.codes, pages.keys, pages.values, table, lens, slots, pages.runs(slots), out, scratch.parts, scratch.tops, scratch.counters)
-    values = (*tensors, q.stride(0), out.stride(0), table.stride(0), pages.page_size, pages.keys.shape[2], one.residual, one.lag, int(one.together),
+    values = (*tensors, q.stride(0), out.stride(0), table.stride(0), pages.page_size, one.ring, one.residual, one.lag, int(one.together),
               scale * LOG2_E)  # fmt: skip
     grid = (scratch.splits, pages.heads, batch)
     kernel.launch(spec, grid, values, threads=block.warps * 32, shared=block.shared, cluster=block.cluster, overlap=overlap)
@@ -231,7 +232,8 @@ def attend_defines(one: Format, dim: int, group: int, bf16: bool, block: Block) 
     """Return the definitions of the attention kernel's source."""
     return {
         "D": dim, "GROUP_HEADS": group, "BITS": one.bits, "KEY_GROUP": max(16, one.key_group), "VALUE_GROUP": one.value_group,
-        "WARPS": block.warps, "STAGES": block.stages, "PHASED": one.phased, "SETTLED": one.window > 0, "BF16": bf16,
+        "WARPS": block.warps, "STAGES": block.stages, "PHASED": one.phased, "SETTLED": one.window > 0, "BF16": bf16, "SINK": one.sink,
+        "TURN": block_size(dim) if one.rotated else 0,
     }  # fmt: skip
 
 
@@ -247,12 +249,12 @@ def append(
     q_weight, k_weight = new.norms or (new.rope, new.rope)
     where = (new.positions, new.starts, lens, slots, pages.runs(slots), table)
     tensors = (qkv, *where, new.rope, q_weight, k_weight, out, pages.keys, pages.values, *pages.codes)
-    numbers = (qkv.stride(0), table.stride(0), pages.page_size, pages.keys.shape[2], one.residual, int(early), new.eps)
+    numbers = (qkv.stride(0), table.stride(0), pages.page_size, one.ring, one.residual, int(early), new.eps)
     grid = (2 * heads + heads_q, lens.shape[0], 1)
     if not qkv.is_cuda:
         from plugins.cache.encodings.grouped import kernel as interpreted
 
-        interpreted.launch_append(grid[:2], (*tensors, *numbers), _append_constants(one, heads_q, heads, dim, norm, False))
+        interpreted.append_encoded[grid[:2]](*tensors, *numbers, **_append_constants(one, heads_q, heads, dim, norm, False))
         return
     check_aligned((qkv, new.rope, out, pages.keys, pages.values, *pages.codes))
     spec = append_kernel(one, heads_q, heads, dim, norm, TRITON_DTYPES[pages.keys.dtype], arch())
@@ -271,7 +273,7 @@ def encode_prompt(
 ) -> None:
     """Encode keys and values [Hk, X, D], contiguous, of tokens from begins on to before ends, into pages table [M] int32.
 
-    With kept [Hk, K] int32, contiguous, those count the remaining tokens: token t of a head is row kept[head, t].
+    With kept [Hk, K] int32, contiguous, those count the remaining tokens: token t of a head is row kept[head, t]. What a format rotates is rotated.
     """
     one, heads, dim = pages.format, pages.heads, pages.dim
     block = max(PROMPT_TOKENS, one.key_group)
@@ -285,7 +287,7 @@ def encode_prompt(
     if not keys.is_cuda:
         from plugins.cache.encodings.grouped import kernel as interpreted
 
-        interpreted.launch_prompt(grid[:2], (*tensors, *numbers), _prompt_constants(one, heads, dim, listed))
+        interpreted.encode_prompt[grid[:2]](*tensors, *numbers, **_prompt_constants(one, heads, dim, listed))
         return
     check_aligned((keys, values, *pages.codes))
     kernel.launch(prompt_kernel(one, heads, dim, listed, TRITON_DTYPES[keys.dtype], arch()), grid, (*tensors, *numbers))
@@ -304,13 +306,23 @@ def shape_constants(one: Format, heads: int, dim: int) -> dict[str, int]:
 
 def _append_constants(one: Format, heads_q: int, heads: int, dim: int, norm: bool, overlap: bool) -> Constants:
     shape = shape_constants(one, heads, dim)
-    return {"HEADS_Q": heads_q, **shape, "TOGETHER": one.together, "PHASED": one.phased, "NORM": norm, "OVERLAP": overlap}
+    turn = block_size(dim) if one.rotated else 0
+    return {
+        "HEADS_Q": heads_q,
+        **shape,
+        "TOGETHER": one.together,
+        "PHASED": one.phased,
+        "SINK": one.sink,
+        "TURN": turn,
+        "NORM": norm,
+        "OVERLAP": overlap,
+    }
 
 
 def _prompt_constants(one: Format, heads: int, dim: int, listed: bool) -> Constants:
     shape = shape_constants(one, heads, dim)
     tokens = max(PROMPT_TOKENS, one.key_group)
-    return {**shape, "KEY_GROUP": tokens if one.bits == 8 else one.key_group, "T": tokens, "LISTED": listed}
+    return {**shape, "KEY_GROUP": tokens if one.bits == 8 else one.key_group, "SINK": one.sink, "T": tokens, "LISTED": listed}
 
 
 def check_aligned(tensors: Sequence[Any]) -> None:

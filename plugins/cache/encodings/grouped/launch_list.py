@@ -33,7 +33,7 @@ def attend_list(
     spec = list_kernel(one, pages.dim, group, unit, q.dtype == torch.bfloat16, arch(), placed is not None)
     tensors = (q, *pages.codes, pages.keys, pages.values, table, lens, slots, pages.runs(slots), chosen, chosen if placed is None else placed)
     values = (*tensors, out, scratch.parts, scratch.tops, scratch.counters,
-              q.stride(0), out.stride(0), table.stride(0), pages.page_size, chosen.shape[2], pages.keys.shape[2], one.residual, one.lag,
+              q.stride(0), out.stride(0), table.stride(0), pages.page_size, chosen.shape[2], one.ring, one.residual, one.lag,
               int(one.together), scale * LOG2_E)  # fmt: skip
     grid, block = (scratch.splits, pages.heads, batch), launch.attend_block(one, pages.dim, arch(), True)
     kernel.launch(spec, grid, values, threads=block.warps * 32, shared=block.shared, overlap=overlap)

@@ -2,8 +2,31 @@
 #pragma once
 #include "softmax_state.cuh"
 
+#ifndef TURN
+#define TURN 0
+#endif
 #define MOST_SPLITS 64
 #define QUADS (GROUP_HEADS * D / 4)
+
+// Four channels of a head's output, of which neighbouring lanes have those next to them: turned back by Hadamard's matrix of TURN channels, which were
+// rotated as they were stored. A linear map, so each block can do it before outputs are merged.
+__device__ __forceinline__ float4 turned(float4 x) {
+#if TURN
+  const int lane = threadIdx.x & 31, lanes = TURN / 4;
+  const u32 mask = lanes == 32 ? ~0u : ((1u << lanes) - 1) << (lane / lanes * lanes);
+  x = make_float4(x.x + x.y, x.x - x.y, x.z + x.w, x.z - x.w);
+  x = make_float4(x.x + x.z, x.y + x.w, x.x - x.z, x.y - x.w);
+#pragma unroll
+  for (int o = 1; o < lanes; o <<= 1) {
+    const float sign = lane & o ? -1.f : 1.f;
+    x.x = __shfl_xor_sync(mask, x.x, o) + sign * x.x, x.y = __shfl_xor_sync(mask, x.y, o) + sign * x.y;
+    x.z = __shfl_xor_sync(mask, x.z, o) + sign * x.z, x.w = __shfl_xor_sync(mask, x.w, o) + sign * x.w;
+  }
+  const float unit = rsqrtf(TURN);
+  x.x *= unit, x.y *= unit, x.z *= unit, x.w *= unit;
+#endif
+  return x;
+}
 
 #if CLUSTER > 1
 // The blocks of a cluster read each other's shared memory: each answers for every CLUSTERth piece of four channels, a lane for each block's part of it.
@@ -12,7 +35,7 @@ __device__ __forceinline__ void merge_cluster(Block& block, int& ticket, float* 
                                               int active) {
   const int p = threadIdx.x % CLUSTER, rank = blockIdx.x % CLUSTER, cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
   for (int i = threadIdx.x * 4; i < GROUP_HEADS * D; i += THREADS * 4)
-    *reinterpret_cast<float4*>(laid + i / D * LAID + i % D) = Block::output(laid, i / D, i % D, active);
+    *reinterpret_cast<float4*>(laid + i / D * LAID + i % D) = turned(Block::output(laid, i / D, i % D, active));
   cluster_sync();
   MARK(7)
   for (int first = threadIdx.x / 32 * (32 / CLUSTER); first * CLUSTER + rank < QUADS; first += THREADS / CLUSTER) {
@@ -76,7 +99,7 @@ __device__ __forceinline__ void merge_blocks(Seen& seen, Block& block, int& tick
   block.gather(seen, laid, active);
   MARK(6)
   if (CLUSTER == 1 && splits == 1) {
-    for (int i = threadIdx.x * 4; i < GROUP_HEADS * D; i += THREADS * 4) store_output(to + i, Block::output(laid, i / D, i % D, active), 1.f / block.sum[i / D]);
+    for (int i = threadIdx.x * 4; i < GROUP_HEADS * D; i += THREADS * 4) store_output(to + i, turned(Block::output(laid, i / D, i % D, active)), 1.f / block.sum[i / D]);
     return;
   }
   const long long row = (long long)blockIdx.z * gridDim.y + blockIdx.y;
@@ -86,7 +109,7 @@ __device__ __forceinline__ void merge_blocks(Seen& seen, Block& block, int& tick
 #else
   float *part = parts + row * splits * (GROUP_HEADS * D), *top = tops + row * splits * (2 * HEADS8);
   for (int i = threadIdx.x * 4; i < GROUP_HEADS * D; i += THREADS * 4)
-    __stcg(reinterpret_cast<float4*>(part + blockIdx.x * (GROUP_HEADS * D) + i), Block::output(laid, i / D, i % D, active));
+    __stcg(reinterpret_cast<float4*>(part + blockIdx.x * (GROUP_HEADS * D) + i), turned(Block::output(laid, i / D, i % D, active)));
   if (threadIdx.x < HEADS8)
     __stcg(reinterpret_cast<float2*>(top + (blockIdx.x * HEADS8 + threadIdx.x) * 2), make_float2(block.top[threadIdx.x], block.sum[threadIdx.x]));
   __threadfence();

@@ -40,11 +40,13 @@ def decode(pages: Pages, table: Tensor, part: str) -> Tensor:
 
 
 def visible(pages: Pages, table: Tensor, slot: int, stored: int) -> tuple[Tensor, Tensor]:
-    """Return the keys and values [Hk, S, D] fp32 that a decode step attends to, its own token included."""
-    found = []
-    origin = int(pages.origins[slot]) if pages.format.phased and pages.origins is not None else 0
-    ends = pages.format.seen(stored, origin) if pages.ends is None else pages.ends[slot].tolist()
+    """Return the keys and values [Hk, S, D] fp32 that a decode step attends to, its own token included, as they are stored."""
+    found, form = [], pages.format
+    origin = int(pages.origins[slot]) if form.phased and pages.origins is not None else 0
+    ends = form.seen(stored, origin) if pages.ends is None else pages.ends[slot].tolist()
     for part, ring, end in zip(("keys", "values"), (pages.keys, pages.values), ends, strict=True):
         coded = decode(pages, table, part)[:, :end]
-        found.append(torch.cat([coded, ring[slot][:, torch.arange(end, stored, device=ring.device) % ring.shape[2]].float()], 1))
+        found.append(torch.cat([coded, ring[slot][:, torch.arange(end, stored, device=ring.device) % form.ring].float()], 1))
+        exact = ring[slot][:, form.ring :][:, :stored]
+        found[-1][:, : exact.shape[1]] = exact.float()
     return found[0], found[1]

@@ -42,8 +42,8 @@ __device__ __forceinline__ Ends ends_of(int stored, const int* origins, int slot
 #endif
 }
 
-// A slot's newest tokens in full precision, those of a key-value head: token t at place t % tokens behind `row`. Leading keys_end keys and values_end
-// values are codes.
+// A slot's tokens in full precision, those of a key-value head: the newest, token t at place t % tokens behind `row`, and behind these the first SINK.
+// Leading keys_end keys and values_end values are codes.
 struct Residual {
   const char *keys, *values;
   long long row;
@@ -73,12 +73,12 @@ struct Residual {
   }
   // Those in full precision, of tokens that do not exist zeros; the others are left as they are.
   __device__ __forceinline__ void fetch_rows(u32 to, const char* from, int end, int first, int there, int not_yet) const {
-    if (end >= first + TILE) return;
+    if (end >= first + TILE && first >= SINK) return;
     const int begin = first % tokens;
 #pragma unroll
     for (int i = threadIdx.x & 31; i < TILE * CHUNKS; i += 32) {
-      const int r = i / CHUNKS, place_in_ring = begin + r < tokens ? begin + r : begin + r - tokens;
-      if (first + r >= end && first + r != not_yet) copy16_sized(to + place(r, i % CHUNKS), from + (row + place_in_ring) * ROW + i % CHUNKS * 16, r < there ? 16 : 0);
+      const int r = i / CHUNKS, place_in_ring = first + r < SINK ? tokens + first + r : begin + r < tokens ? begin + r : begin + r - tokens;
+      if ((first + r >= end || first + r < SINK) && first + r != not_yet) copy16_sized(to + place(r, i % CHUNKS), from + (row + place_in_ring) * ROW + i % CHUNKS * 16, r < there ? 16 : 0);
     }
   }
   // Ask for token `first` + r, the newest, which is not encoded.
@@ -214,7 +214,7 @@ struct SeenCodes : Seen {
       for (int i = threadIdx.x & 31; i < TILE * CHUNKS; i += 32) {
         const int r = i / CHUNKS, c = i % CHUNKS;
         if (r >= there) *reinterpret_cast<uint4*>(own + place(r, c)) = make_uint4(0, 0, 0, 0);
-        else if (first + r < residual.keys_end) *reinterpret_cast<uint4*>(own + place(r, c)) = raw.key(r, c);
+        else if (first + r >= SINK && first + r < residual.keys_end) *reinterpret_cast<uint4*>(own + place(r, c)) = raw.key(r, c);
       }
     }
     if (first < residual.values_end) {
@@ -222,7 +222,7 @@ struct SeenCodes : Seen {
       for (int i = threadIdx.x & 31; i < TILE * CHUNKS; i += 32) {
         const int r = i / CHUNKS, c = i % CHUNKS;
         if (r >= there) *reinterpret_cast<uint4*>(own + TILE * ROW + place(r, c)) = make_uint4(0, 0, 0, 0);
-        else if (first + r < residual.values_end) *reinterpret_cast<uint4*>(own + TILE * ROW + place(r, c)) = raw.value(r, c);
+        else if (first + r >= SINK && first + r < residual.values_end) *reinterpret_cast<uint4*>(own + TILE * ROW + place(r, c)) = raw.value(r, c);
       }
     }
     __syncwarp();

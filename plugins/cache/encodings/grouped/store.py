@@ -29,6 +29,7 @@ from plugins.cache.tiers.host.layout import records
 from plugins.cache.tiers.host.store import Offload
 from plugins.device.dtypes import TORCH_DTYPES
 from trtkv.errors import EngineError
+from trtkv.hadamard import rotate
 from trtkv.plan import CachePlan
 
 _CODES = ("key_codes", "key_scale", "key_minimum", "value_codes", "value_scale", "value_minimum")
@@ -129,6 +130,9 @@ class EncodedStore:
         launch_decode.decode(pages, table, ends, plain[0][0], plain[1][0])
         for x, ring, end in zip(plain, (pages.keys, pages.values), ends, strict=True):
             x[0, :, end:before] = ring[row.slot][:, torch.arange(end, before, device=self.device) % self.form.ring]
+            x[0, :, : min(self.form.sink, before)] = ring[row.slot][:, self.form.ring :][:, :before]
+            if self.form.rotated:
+                x[0, :, :before] = rotate(x[0, :, :before])
 
     def read(self, slot: int) -> Iterator[tuple[int, Prompt]]:
         """Yield the layers of a slot's prompt that is being read, with its keys and values [1, Hk, X, D]."""
@@ -149,6 +153,8 @@ class EncodedStore:
                 kept = self.keeper.keep(layer, row, plain[0][0, :, : row.stored], plain[1][0, :, : row.stored])
             stored = row.stored if kept is None else kept.shape[1]
             ends = self.form.encoded(stored, self._begin_runs(group, row.slot, stored))
+        if self.form.rotated:
+            plain = _rotated(plain[0]), _rotated(plain[1])
         if self.offloaded_layers is not None and self.offloaded_layers.covers(layer):
             before = row.stored - row.new if any(self._begins[row.slot]) else 0
             own, numbers = self._view(layer, row, before)
@@ -160,6 +166,10 @@ class EncodedStore:
             tokens = torch.arange(end, stored, device=self.device)
             rest = x[0, :, end:stored] if kept is None else x[0].gather(1, kept[:, end:, None].long().expand(-1, -1, x.shape[3]))
             ring[row.slot][:, tokens % self.form.ring] = rest
+            if self.form.sink and not any(self._begins[row.slot]):
+                first = x[0] if kept is None else x[0].gather(1, kept[:, : self.form.sink, None].long().expand(-1, -1, x.shape[3]))
+                exact = min(self.form.sink, stored)
+                ring[row.slot][:, self.form.ring :][:, :exact] = first[:, :exact]
 
     def copy(self, source: int, target: int, source_pages: Sequence[Sequence[int]], target_pages: Sequence[Sequence[int]]) -> None:
         """Let a slot's sequence be a copy of another's, whose prompts are complete; pages [Y] of both are as many."""
@@ -199,7 +209,8 @@ class EncodedStore:
         plain = self._prompts[row.slot].get(layer)
         if plain is not None:
             return plain[0][0, :, : row.stored], plain[1][0, :, : row.stored]
-        return reference.visible(*self._view(layer, row, row.stored), row.slot, row.stored)
+        keys, values = reference.visible(*self._view(layer, row, row.stored), row.slot, row.stored)
+        return (rotate(keys), rotate(values)) if self.form.rotated else (keys, values)
 
     def _view(self, layer: int, row: Row, stored: int) -> tuple[launch.Pages, Tensor]:
         """Return pages of codes and their numbers [M] int32 in order, of a sequence's first so many tokens: those on the host in a copy."""
@@ -279,6 +290,14 @@ class EncodedStore:
         group = self.plan.page_groups[layer]
         ends = self.ends[group] if self.form.window else None
         return launch.Pages(self.form, self.plan.page_size, **_with_minima(found), origins=self.origins[group], ends=ends)
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """Return x [1, Hk, X, D] rotated, a head after the other, in its dtype."""
+    made = torch.empty_like(x)
+    for to, head in zip(made[0], x[0], strict=True):
+        to.copy_(rotate(head))
+    return made
 
 
 def _with_minima(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
