@@ -4,16 +4,17 @@
     python build_scripts/quality_compress.py records.jsonl --model gemma3-270m --length 4096 --device cuda --part 0/8 &    # of eight processes
 
 Evictions and codes follow a prompt's attention, so a prompt in one chunk is the same for all policies: what every layer attended to is recorded once,
-and given to each policy's reference cache, which evicts, encodes and then reads question and answer, all at once. The question follows the prompt, or
-is its end (`--seen`; then nothing is compressed before the answer's first token). A sample is a line of the file once all policies have answered it;
-a second call goes on, and adds a line where it has other policies. The task "prose" has no question: it compares the last tokens of a text.
+and given to each policy, which evicts and encodes; question and answer are read over what that leaves, all at once. The question follows the prompt,
+or is its end (`--seen`; then nothing is compressed before the answer's first token). A sample is a line of the file once all policies have answered
+it; a second call goes on, and adds a line where it has other policies. The task "prose" has no question: it compares the last tokens of a text.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,15 @@ from typing import Any
 import torch
 from quality_cells import Model
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
 
+from plugins.append.rotate import rotate
+from plugins.cache.batch import Row
 from plugins.cache.reference.cache import ReferenceCache
+from plugins.cache.reference.store import PARTS
+from plugins.cache.roles import Part, QuantizeRole
+from plugins.config import OpConfig
 from trtkv import LLM
 from trtkv.bench.records import append_records, read_records
 from trtkv.eval.attention import Recorded, record
@@ -34,6 +42,7 @@ from trtkv.eval.task import AnswerTask, Sample, TaskOptions
 from trtkv.eval.tasks import make_task
 from trtkv.eval.teacher_forcing import Target, tokens_of
 from trtkv.graph.decoder import build_decoder
+from trtkv.plan import CacheView, Occupancy
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
 from trtkv.runtime.executor import TorchExecutor
@@ -44,7 +53,7 @@ from trtkv.runtime.step import Stepper
 TASKS = "passkey,needle,two-keys,four-keys"
 KEYS = {"two-keys": 2, "four-keys": 4}  # RULER's needles in a text, of which one is requested
 PROSE, COMPARED = "prose", 256  # a text, of which so many last tokens are compared
-Counted = dict[int, list[tuple[Tensor, Tensor]]]  # what the tokens of each layer and head received of the prompt's attention
+Counted = dict[int, tuple[Tensor, Tensor]]  # what the tokens of each layer received of the prompt's attention
 
 
 def main() -> None:
@@ -65,7 +74,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     model = Model(options.model, options.device, options.dtype, options.length + COMPARED, 1)
-    runs = {name: Run(model, policy_of(name, options.length)) for name in ("full", *options.policies.split(","))}
+    runs = {name: Left(model, policy_of(name, options.length)) for name in ("full", *options.policies.split(","))}
     about = {name: getattr(options, name) for name in ("model", "length", "seen", "samples", "seed", "dtype")}
     about["device"] = torch.cuda.get_device_name() if model.full.engine.cache.device.type == "cuda" else "2-core x86-64"
     done: dict[tuple[str, int], set[str]] = {}
@@ -119,47 +128,104 @@ def target_of(llm: LLM, sample: Sample, options: argparse.Namespace) -> Target:
     return Target(Given(llm.encode(sample.context)[: options.length], prompt), prompt, ())
 
 
-class Run:
-    """A policy's reference cache around a model's weights."""
+class Left(ReferenceCache):
+    """What a policy leaves of a prompt, heads batched: keys and values [Hk, S, D] of every layer, and which of a head's rows are there [Hk, S]."""
 
     def __init__(self, model: Model, policy: Policy) -> None:
         """Make the graph and the cache for one sequence, whose sliding windows are those of the full cache."""
         full = model.full.engine
         shape, limits = full.manifest.model, full.manifest.limits
-        plan = policy.plan(shape.model_copy(update={"dtype": "float16"}))  # keys, values and scales are rounded as a 16-bit model stores them
+        plan = policy.plan(shape.model_copy(update={"dtype": "float16"}))
+        super().__init__(plan, [plan.pages(limits.max_seq_len)] * plan.num_page_groups, 1, full.cache.device)
         graph = Path(model._folder.name) / f"{plan.hash}.onnx"
         graph.write_bytes(build_decoder(shape, plan, limits).model.SerializeToString())
-        self.pages = list(range(plan.pages(limits.max_seq_len)))
-        self.cache = ReferenceCache(plan, [len(self.pages)] * plan.num_page_groups, 1, full.cache.device)
-        self.cache.windows = full.cache.windows
-        self.stepper = Stepper(TorchExecutor(graph, model._weights, self.cache), self.cache, limits, rope_tables(shape, limits.max_seq_len))
+        self.stepper = Stepper(TorchExecutor(graph, model._weights, self), self, limits, rope_tables(shape, limits.max_seq_len))
+        self.windows = full.cache.windows
+        self.stored: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def read(self, seen: Recorded, counted: Counted) -> int:
+    def take(self, seen: Recorded, counted: Counted) -> int:
         """Let the cache be as after a prompt, and return the bytes that it stores on the layers that the policy acts on."""
-        prompt = seen.prompt
-        self.cache.begin_step([prompt], [prompt], [0], self.cache.page_lists([self.pages]), [prompt])
-        layers = [self.cache.find(number, 0) for number in range(len(seen.layers))]
-        for number, (layer, (query, keys, values)) in enumerate(zip(layers, seen.layers, strict=True)):
-            layer.append(keys.half(), values.half(), prompt)
-            if not layer.roles.counts_attention:
-                layer.queries = query[-layer.roles.observe_window :].float() if layer.roles.observe_window else None
-                continue
-            if number not in counted:
-                layer.attend(query)
-                counted[number] = [(store.mass, store.newest) for store in layer.heads]
-            for store, known in zip(layer.heads, counted[number], strict=True):
-                store.mass, store.newest = known
-        self.cache.end_step()
-        rows = [(length, layer.encoded) for layer in layers for length in layer.lengths]
-        if not self.cache.count.by_head:
-            groups = {group: (layer.lengths[0], layer.encoded) for group, layer in zip(self.cache.plan.page_groups, layers, strict=True)}
-            rows = [groups[group] for group in range(len(groups))]
-        lengths, ends = zip(*rows, strict=True)
-        return self.cache.count.stored(lengths, ends)
+        roles, prompt, heads = self._roles, seen.prompt, self.plan.num_kv_heads
+        views = [self._view(number, layer, prompt, counted) for number, layer in enumerate(seen.layers)]
+        measures = None
+        if roles.allocate and roles.evict and roles.allocate.measured:
+            measures = torch.stack([roles.allocate.measure(view, roles.evict).float() for view in views])
+        tokens = roles.evict.grants(roles.allocate, len(views), heads, prompt, measures)[0] if roles.evict else None
+        self.stored, rows = [], list[tuple[int, tuple[int, int]]]()
+        for number, view in enumerate(views):
+            view = replace(view, at=replace(view.at, budget=tokens[number] if tokens else None))
+            stored, lengths, ends = self._left(view)
+            self.stored.append(stored)
+            rows += [(length, ends) for length in lengths]
+        groups = {group: rows[layer * heads] for layer, group in enumerate(self.plan.page_groups)}
+        rows = rows if self.count.by_head else [groups[group] for group in range(len(groups))]
+        return self.count.stored(*zip(*rows, strict=True))
+
+    def append(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+        """Store question and answer, which no policy compresses."""
+        new = [one.transpose(0, 1) for one in rotate(self.step(layer), config, inputs, out)]
+        old = self.stored[layer]
+        keys, values = (torch.cat(pair, 1) for pair in zip(old, new, strict=False))
+        self.stored[layer] = keys, values, torch.cat([old[2], old[2].new_ones(new[0].shape[:2])], 1)
+
+    def attend(self, layer: int, config: OpConfig, inputs: Sequence[Tensor], out: Tensor) -> None:
+        """Attend to what is left and to what came before in question and answer."""
+        query = inputs[0].unflatten(1, (config.num_q_heads, config.head_dim)).transpose(0, 1)
+        keys, values, there = self.stored[layer]
+        before = torch.ones(query.shape[1], keys.shape[1], dtype=torch.bool, device=query.device).tril(keys.shape[1] - query.shape[1])
+        mask = (before & there[:, None]).repeat_interleave(len(query) // len(keys), 0)
+        found = scaled_dot_product_attention(query[None], keys[None], values[None], attn_mask=mask, scale=config.scale, enable_gqa=True)[0]
+        out.unflatten(1, (config.num_q_heads, config.head_dim)).copy_(found.transpose(0, 1))
+
+    def _ended(self, rows: Sequence[Sequence[Row]]) -> None:
+        """Evict nothing more."""
+
+    def _view(self, number: int, layer: tuple[Tensor, Tensor, Tensor], prompt: int, counted: Counted) -> CacheView:
+        """Return a layer as roles see it, rounded as a 16-bit model stores it; counted collects what tokens received of the prompt's attention."""
+        queries, keys, values = layer[0], *(one.half().float().transpose(0, 1) for one in layer[1:])
+        at = Occupancy(prompt, (prompt,) * len(keys), prompt, 0, "prefill", True, prompt, number, self.plan.num_layers)
+        scale = self.plan.head_dim**-0.5
+        mass = newest = None
+        if self._roles.counts_attention:
+            counted[number] = counted.get(number) or received(queries, keys, scale)
+            mass, newest = counted[number]
+        positions = torch.arange(prompt, device=keys.device).expand(len(keys), -1)
+        return CacheView(at, keys, values, positions, scale, queries[-max(1, self._roles.observe_window) :].float(), mass, newest)
+
+    def _left(self, view: CacheView) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, ...], tuple[int, int]]:
+        """Return what stays of a layer, as codes represent it; the tokens of each head, and how many leading keys and values are encoded."""
+        evict, role, at = self._roles.evict, self._roles.quantize, view.at
+        kept = evict.keep(view).kept if evict and evict.due(at) else tuple(view.positions)
+        there = pad_sequence([torch.ones_like(one, dtype=torch.bool) for one in kept], batch_first=True)
+        tokens = pad_sequence(list(kept), batch_first=True)
+        parts = [one.gather(1, tokens[:, :, None].expand(-1, -1, one.shape[2])) for one in (view.keys, view.values)]
+        at = replace(at, lengths=tuple(map(len, kept)))
+        ends = role.flush(replace(at, settled=evict.settled(at) if evict else min(at.lengths)), (0, 0)) if role else (0, 0)
+        keys, values = (coded(role, x, part, end) if role else x for x, part, end in zip(parts, PARTS, ends, strict=True))
+        return (keys, values, there), at.lengths, ends
+
+
+def received(queries: Tensor, keys: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return what keys [Hk, T, D] received from all queries [T, Hq, D] and from the newest: [Hq, T] each."""
+    query = queries.float().transpose(0, 1)
+    keys = keys.repeat_interleave(len(query) // len(keys), 0)
+    future = torch.ones(len(queries), len(queries), dtype=torch.bool, device=keys.device).triu(1)
+    found = [(one @ other.T * scale).masked_fill(future, float("-inf")).softmax(-1) for one, other in zip(query, keys, strict=True)]
+    return torch.stack([one.sum(0) for one in found]), torch.stack([one[-1] for one in found])
+
+
+def coded(role: QuantizeRole, x: Tensor, part: Part, count: int) -> Tensor:
+    """Return tokens [Hk, S, D] of which the first `count` are what their codes represent, except those that stay exact."""
+    first, own = role.exact_first, x[:, :count].half()
+    if not count:
+        return x
+    if part == "keys" and first:  # they do not widen the range of their group
+        own = torch.cat([own[:, first : first + 1].expand(-1, first, -1), own[:, first:]], 1)
+    return torch.cat([x[:, :first], role.decode(role.encode(own, part), part)[:, first:], x[:, count:]], 1)
 
 
 @torch.inference_mode()
-def ask(llm: LLM, target: Target, runs: dict[str, Run]) -> dict[str, dict[str, Any]]:
+def ask(llm: LLM, target: Target, runs: dict[str, Left]) -> dict[str, dict[str, Any]]:
     """Answer one sample over what every policy leaves of its prompt.
 
     exact: whether all tokens were the likeliest; nll: their mean loss in nats; kl and same: the mean divergence from full's predictions in nats, and
@@ -173,14 +239,14 @@ def ask(llm: LLM, target: Target, runs: dict[str, Run]) -> dict[str, dict[str, A
     for name, run in runs.items():
         for ring, before in rings:
             ring.copy_(before)
-        size, logits = run.read(seen, counted), seen.logits[None]  # of the token after the prompt, before anything is compressed
+        size, logits = run.take(seen, counted), seen.logits[None]  # of the token after the prompt, before anything is compressed
         if asked:
-            row = StepRow(asked, prompt, 0, run.pages, tuple(range(len(asked))), prompt)
+            row = StepRow(asked, prompt, 0, [], tuple(range(len(asked))), prompt)
             logits = torch.cat([logits, run.stepper.run([row])])
         logs = logits[target.answer - prompt :].float().log_softmax(-1)
         full = full if found else logs
         found[name] = {**compared(logs, full, right), "bytes": size}
-        run.cache.release(0)
+        run.stored = []
     return found
 
 
