@@ -33,7 +33,7 @@ def main() -> None:
 def page(records: Records, folder: Path) -> str:
     """Return the page; folder holds the records of `trtkv eval`."""
     own = (head, goals, reading, storing)
-    parts = [one(records) for one in own] + [one(folder) for one in (evicting, prefill, ruler, closeness, windows, chunks, weights)]
+    parts = [one(records) for one in own] + [one(folder) for one in (evicting, prefill, ruler, closeness, chunks, weights)]
     parts.insert(1, recommended(folder))
     return "\n\n".join(parts) + "\n"
 
@@ -83,7 +83,7 @@ def recommended(folder: Path) -> str:
 
 Right answers of the same {samples} prompts of each task, question unseen; in brackets, where only the preset and where only
 `full` is right. *KL*: of last tokens of a text, in nats. float32, bytes of 16-bit models on layers that policies act on;
-{parts[0][0]["device"]}, {commits([row for rows in parts for row in rows])}, `build_scripts/quality_codes.py`.
+{parts[0][0]["device"]}, {commits([row for rows in parts for row in rows])}, `build_scripts/quality_compress.py`.
 {reached(parts, tasks)}
 
 {table(["model, tokens", "preset", "bytes", *tasks, "KL"], lines)}"""
@@ -183,7 +183,7 @@ def evicting(folder: Path) -> str:
     return f"""## Scores by which tokens stay
 
 Passkey / needle, and the loss in nats an answer's token above `full`'s ({cell("full").partition(",")[0]}): {counts} prompts, the same for all,
-question unseen. {rows[0]["dtype"]} on a GPU, {commits(every)}, `build_scripts/quality_evict.py`.
+question unseen. {rows[0]["dtype"]} on a GPU, {commits(every)}, `build_scripts/quality_compress.py`.
 
 {table(["preset", "25%", "50%"], lines)}"""
 
@@ -309,28 +309,6 @@ nats) and pass keys found of {passed["samples"]}, question seen, at {one["length
 `build_scripts/quality_weights.py`, `engines/quality-weights.jsonl`.
 
 {table(["weights", *(f"`{policy}`" for policy in policies)], shown)}"""
-
-
-def windows(folder: Path) -> str:
-    """Write what presets find in a model whose layers mostly slide, on which they do not act."""
-    rows = read_records(folder / "quality-gemma.jsonl")
-    lengths = []
-    for length in sorted({row["length"] for row in rows}):
-        own = [row for row in rows if row["length"] == length]
-        full = next(row for row in own if row["policy"] == "full")
-        found = [f"`{row['policy']}` {row['figures']['score'] * row['samples']:.0f}{_costs(row, full)}" for row in own]
-        lengths.append(f"at {length:,} tokens {', '.join(found)}")
-    samples, dtype = rows[0]["samples"], rows[0]["dtype"]
-    return f"""Gemma 3 270M, 15 of whose 18 layers slide (Q4_K_M weights, {dtype}, CPU), finds of {samples} pass keys, question seen:
-{"; ".join(lengths)}. Commit {commits(rows)}, `engines/quality-gemma.jsonl`."""
-
-
-def _costs(row: Record, full: Record) -> str:
-    """Say what of full's bytes a preset stores, and how many tokens its queries read."""
-    if row is full:
-        return ""
-    budget = f", {row['budget']} tokens read" if row["budget"] else ""
-    return f" ({row['stored_bytes'] / full['stored_bytes']:.0%} of the bytes{budget})"
 
 
 def commits(rows: Iterable[Record]) -> str:

@@ -1,4 +1,4 @@
-"""The rows of docs/quality.md that compare encodings on the same prompts; `quality_codes.py` makes their records."""
+"""The rows of docs/quality.md that compare encodings on the same prompts; `quality_compress.py` makes their records."""
 
 from __future__ import annotations
 

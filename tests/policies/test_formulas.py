@@ -148,3 +148,11 @@ def test_paper_sizes_of_the_defaults() -> None:
     assert (role.sink, role.lag, role.ratio) == (16, 1024, 0.5)
     role = parse_policy("freekv").retrieve
     assert (role.budget, role.page, role.sink, role.window, role.tau, role.dense_layers) == (2048, 32, 128, 128, 0.8, 1)
+
+
+@pytest.mark.parametrize(("name", "share"), [("balanced", 0.5), ("smallest", 0.2)])
+@pytest.mark.parametrize("prompt", [100, 256, 257, 511, 513, 4097])
+def test_a_share_of_the_prompt_stays_where_it_is_more_than_the_budget(name: str, share: float, prompt: int) -> None:
+    stays = min(prompt, max(256, int(prompt * share + 1e-6)))
+    steps = trajectory(parse_policy(name), prompt, 3, num_kv_heads=2)
+    assert [one.lengths for one in steps] == [(stays + step,) * 2 for step in range(4)]

@@ -59,8 +59,8 @@ def tune(
     """Find the policy and budget that suit a model, a text and a GPU, and write them as a policy that trtkv build takes.
 
     Quality is measured against full: the share of its next tokens that a policy chooses on your text, or how many of its right answers stay right,
-    in the worst task. All candidates get a sample, the better half two, and so on. What is finished stays in the output directory: the same command
-    goes on where it was interrupted.
+    in the worst task. All candidates get two samples, and those leave that will hardly be chosen. What is finished stays in the output
+    directory: the same command goes on where it was interrupted.
 
     Args:
         model: Preset name, Hugging Face directory or pulled hub id.

@@ -32,10 +32,14 @@ TOP = 32  # tokens of highest attention that recall requests
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """For every layer queries [T, Hq, D], keys and values [T, Hk, D] after rotation, of a text whose first `prompt` tokens are its prompt."""
+    """For every layer queries [T, Hq, D], keys and values [T, Hk, D] after rotation, of a text whose first `prompt` tokens are its prompt.
+
+    logits [V] fp32 predict the token after the text.
+    """
 
     layers: list[tuple[Tensor, Tensor, Tensor]]
     prompt: int
+    logits: Tensor
 
 
 class AttentionError(Perplexity):
@@ -97,7 +101,8 @@ def record(full: LLM, text: Given) -> Recorded:
     try:
         for start in range(0, len(text.tokens), chunk):
             executor.taps = {}
-            engine.stepper.run([StepRow(text.tokens[start : start + chunk], start, slot, pages, prompt=len(text.tokens))])
+            new = text.tokens[start : start + chunk]
+            logits = engine.stepper.run([StepRow(new, start, slot, pages, (len(new) - 1,), len(text.tokens))])
             for layer, found in zip(layers, queries, strict=True):
                 found.append(executor.taps[f"layers.{layer}.query"].unflatten(1, (shape.num_q_heads, shape.head_dim)).clone())
         stored = [
@@ -108,7 +113,7 @@ def record(full: LLM, text: Given) -> Recorded:
         executor.taps = None
         engine.pages.give(pages)
         engine.slots.append(slot)
-    return Recorded([(torch.cat(q), k, v) for q, (k, v) in zip(queries, stored, strict=True)], text.prompt)
+    return Recorded([(torch.cat(q), k, v) for q, (k, v) in zip(queries, stored, strict=True)], text.prompt, logits[0].clone())
 
 
 def replay(policy: Policy, seen: Recorded) -> list[Simulation]:

@@ -18,8 +18,8 @@ from trtkv.eval.results import Results
 from trtkv.eval.samples import SampleMaker
 from trtkv.eval.task import AnswerTask
 from trtkv.tune.candidates import Candidate
-from trtkv.tune.estimate import EXACT, Estimate, Losses, estimate, worst
-from trtkv.tune.race import Goal, rounds, survivors
+from trtkv.tune.estimate import EXACT, Estimate, Losses
+from trtkv.tune.race import Goal, race
 
 TEXT = "agreement"  # the task of a text: does a policy choose the next tokens that full chooses?
 Bar = Callable[[str, int, int], None]  # what is going on, tokens done, tokens in all
@@ -93,24 +93,21 @@ class Search:
         if not field:
             return []
         self.question = self.question.checked(self.maker, full)
-        losses: dict[tuple[str, str], Losses] = {}
-        scores: dict[str, list[float]] = {}
-        plan, left, done = rounds(self.question.samples), list(field), 0
-        for number, new in enumerate(plan, 1):
-            named = f"round {number} of {len(plan)}, {len(left)} of {len(field)} candidates"
+        samples, scores = self.question.samples, dict[str, list[float]]()
+
+        def measure(left: Sequence[Candidate], done: int, new: int) -> dict[str, list[Losses]]:
+            named = f"samples {done + 1} to {done + new} of {samples}, {len(left)} of {len(field)} candidates"
+            losses: dict[str, list[Losses]] = {one.subject.key: [] for one in left}
             for spec in self.question.tasks:
                 records = self._measure(spec, full, left, done, new, partial(bar, named))
                 reference = records.get(full.subject.key)
                 if reference is not None:
                     scores.setdefault(spec.name, []).extend(one["score"] for one in reference["answers"])
-                for one in left:
-                    place = one.subject.key, spec.name
-                    losses[place] = losses.get(place, Losses()) + lost(records[one.subject.key], reference)
-            done += new
-            for one in left:
-                self.found[one.subject.key] = worst(estimate(losses[one.subject.key, spec.name]) for spec in self.question.tasks)
-            if number < len(plan):
-                left = survivors(self.goal, left, self.found)
+                for key, those in losses.items():
+                    those.append(lost(records[key], reference))
+            return losses
+
+        left = race(self.goal, field, samples, measure, self.found)
         self.full = {name: sum(values) / len(values) for name, values in scores.items()}
         return left
 

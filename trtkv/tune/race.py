@@ -1,15 +1,19 @@
-"""Which candidates deserve more samples: successive halving (Jamieson and Talwalkar, arXiv 1502.07943) towards what a user wants."""
+"""Which candidates deserve more samples: all get a few, and those leave of which these say that they are not what the user wants."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from trtkv.tune.candidates import Candidate
-from trtkv.tune.estimate import Estimate
+from trtkv.tune.estimate import Estimate, Losses, estimate, worst
 
-FINALISTS = 2  # that are measured on all samples
+FIRST = 2  # samples that every candidate gets
+HOPELESS = 0.05  # chance of reaching the floor below which a candidate leaves
+BEATEN = 0.001  # chance that nothing smaller reaches it below which a candidate leaves
+# Candidates, samples that they have had and new ones: what each lost in every task on the new ones, by key.
+Measure = Callable[[Sequence[Candidate], int, int], Mapping[str, Sequence[Losses]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,42 +50,46 @@ class Goal:
 
 
 def rounds(samples: int) -> list[int]:
-    """Return the new samples of each round: 1, 1, 2, 4 and so on, as many as before, up to all."""
-    found = [1]
+    """Return the new samples of each round, half as many as before, up to all."""
+    found = [min(FIRST, samples)]
     while (done := sum(found)) < samples:
-        found.append(min(done, samples - done))
+        found.append(min(max(1, done // 2), samples - done))
     return found
 
 
+def race(goal: Goal, field: Sequence[Candidate], samples: int, measure: Measure, found: MutableMapping[str, Estimate]) -> list[Candidate]:
+    """Measure candidates until few are left, and return those, which have had all samples; the estimates of all go into found, by key."""
+    losses: dict[str, list[Losses]] = {}
+    left, done = list(field), 0
+    for new in rounds(samples):
+        left = survivors(goal, left, found) if done else left
+        for key, more in measure(left, done, new).items():
+            losses[key] = [sum(pair, Losses()) for pair in zip(losses.get(key, [Losses()] * len(more)), more, strict=True)]
+            found[key] = worst(map(estimate, losses[key]))
+        done += new
+    return left
+
+
 def survivors(goal: Goal, field: Sequence[Candidate], found: Mapping[str, Estimate]) -> list[Candidate]:
-    """Return the half of the candidates that is worth more samples; found are the estimates of all by key."""
-    ranked = rank(goal, field, found)
-    return ranked[: max(FINALISTS, -(-len(field) // 2))]
+    """Return the candidates that are worth more samples; found are the estimates of all by key.
 
-
-def rank(goal: Goal, field: Sequence[Candidate], found: Mapping[str, Estimate]) -> list[Candidate]:
-    """Order candidates by how likely each is what the user wants.
-
-    With a floor that is the chance that a candidate reaches it and none with fewer bytes does; among those without a chance, the better answer first.
+    Those leave that hardly reach the floor, and those that something smaller surely makes superfluous. Without a floor it is what the best
+    probably reaches, and nothing is superfluous.
     """
-
-    def quality(one: Candidate) -> float:
-        return found[one.subject.key].value
-
-    if goal.floor is None:
-        return sorted(field, key=lambda one: (-quality(one), goal.size(one)))
-    chance, none_yet = {}, 1.0
+    floor = goal.floor if goal.floor is not None else max(found[one.subject.key].value - found[one.subject.key].error for one in field)
+    left, none_yet = [], 1.0
     for one in sorted(field, key=goal.size):
-        reaches = found[one.subject.key].reaches(goal.floor)
-        chance[one.subject.key] = none_yet * reaches
-        none_yet *= 1 - reaches
-    return sorted(field, key=lambda one: (-chance[one.subject.key], -quality(one), goal.size(one)))
+        reaches = found[one.subject.key].reaches(floor)
+        if reaches >= HOPELESS and none_yet >= BEATEN:
+            left.append(one)
+        none_yet *= 1 - reaches if goal.floor is not None else 1
+    return left or [max(field, key=lambda one: found[one.subject.key].value)]
 
 
 def choose(goal: Goal, finalists: Sequence[Candidate], found: Mapping[str, Estimate]) -> Candidate | None:
     """Return what the user should take of the candidates with all samples; None where none reaches the floor."""
     if goal.floor is None:
-        return rank(goal, finalists, found)[0] if finalists else None
+        return min(finalists, key=lambda one: (-found[one.subject.key].value, goal.size(one)), default=None)
     reaching = [one for one in finalists if found[one.subject.key].value >= goal.floor]
     return min(reaching, key=goal.size, default=None)
 

@@ -23,7 +23,7 @@ def tensors(layer: LayerCache) -> dict[str, Tensor]:
         found |= {f"{head}.state.{name}": one for name, one in store.state.items()}
         for kind in PARTS:
             part = store.parts[kind]
-            found |= {f"{head}.{kind}.plain": part.plain, f"{head}.{kind}.coded": part.coded}
+            found |= {f"{head}.{kind}.{name}": getattr(part, name) for name in ("plain", "exact", "coded")}
             found |= {f"{head}.{kind}.codes.{name}": one for name, one in part.codes.items()}
     return {name: one.contiguous() for name, one in found.items()}
 

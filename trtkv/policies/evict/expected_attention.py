@@ -14,14 +14,14 @@ from pydantic import Field
 from trtkv.config import ModelConfig, Rope
 from trtkv.lazy import F, Tensor, torch
 from trtkv.plan import CacheView
-from trtkv.policies.budgeted import Budgeted
+from trtkv.policies.once import Once
 from trtkv.ranking import group_mean, span
 from trtkv.rope import rope_frequencies
 
 MOST_ELEMENTS = 1 << 25  # of products of keys and covariances that are in memory at once
 
 
-class ExpectedAttention(Budgeted):
+class ExpectedAttention(Once):
     """Keep what the queries to come are expected to attend to; evicts once.
 
     window: newest queries of the prompt whose mean and covariance count; future: positions to come over which rotations are averaged; sink: first
@@ -30,10 +30,7 @@ class ExpectedAttention(Budgeted):
     """
 
     source: ClassVar[str] = "Expected Attention, arXiv 2510.00636"
-    takes_layers: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset({"last_queries"})
-    takes: ClassVar[frozenset[str]] = frozenset()
-    prompt_only: ClassVar[bool] = True
     window: int = Field(128, ge=1)
     future: int = Field(512, ge=1)
     sink: int = Field(4, ge=0)

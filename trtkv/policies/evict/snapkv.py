@@ -13,14 +13,13 @@ from pydantic import Field
 
 from trtkv.errors import ConfigError
 from trtkv.lazy import F, Tensor
-from trtkv.plan import CacheView, Occupancy
-from trtkv.policies.base import UNLIMITED
-from trtkv.policies.budgeted import Budgeted
+from trtkv.plan import CacheView
 from trtkv.policies.observed import window_attention
+from trtkv.policies.once import Once
 from trtkv.ranking import group_mean
 
 
-class SnapKV(Budgeted):
+class SnapKV(Once):
     """Keep what the end of the prompt attends to; evicts once.
 
     window: queries that look, and last tokens that stay; kernel: width of the pooling along the sequence; smooth: its
@@ -28,10 +27,7 @@ class SnapKV(Budgeted):
     """
 
     source: ClassVar[str] = "SnapKV, arXiv 2404.14469"
-    takes_layers: ClassVar[bool] = True
     needs: ClassVar[frozenset[str]] = frozenset({"last_queries"})
-    takes: ClassVar[frozenset[str]] = frozenset()
-    prompt_only: ClassVar[bool] = True
     window: int = Field(32, ge=1)
     kernel: int = Field(5, ge=1)
     smooth: Literal["avg", "max"] = "avg"
@@ -45,11 +41,6 @@ class SnapKV(Budgeted):
     def reserved(self, prompt: int) -> tuple[int, int]:
         """The window."""
         return 0, self.window
-
-    def limits(self, at: Occupancy) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Evict at the end of a prompt that is longer than the budget, whatever this layer was granted."""
-        above, left = super().limits(at)
-        return (above if at.prompt > self.budget else (UNLIMITED,) * len(left)), left
 
     def scores(self, view: CacheView) -> Tensor:
         """Return pooled column sums [Hk, S]; the window's are zero."""
