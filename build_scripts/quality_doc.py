@@ -15,12 +15,14 @@ from statistics import fmean, stdev
 from typing import Any
 
 from quality_plot import plot
-from quality_recommended import PROSE, encodings, reached
+from quality_recommended import GOALS, grouped, lines, tasks
 from quality_records import READ_LESS, STORE_LESS, TASKS, Record, Records
+from quality_tune import LEAST, replay
 
 from trtkv.bench.records import read_records
 
 ROOT = Path(__file__).parent.parent
+RACES = 20  # of each goal of trtkv tune
 
 
 def main() -> None:
@@ -33,7 +35,7 @@ def main() -> None:
 def page(records: Records, folder: Path) -> str:
     """Return the page; folder holds the records of `trtkv eval`."""
     own = (head, goals, reading, storing)
-    parts = [one(records) for one in own] + [one(folder) for one in (evicting, prefill, ruler, closeness, chunks, weights)]
+    parts = [one(records) for one in own] + [one(folder) for one in (tuning, evicting, prefill, ruler, closeness, chunks, weights)]
     parts.insert(1, recommended(folder))
     return "\n\n".join(parts) + "\n"
 
@@ -47,8 +49,7 @@ def head(records: Records) -> str:
 
 Written by `build_scripts/quality_doc.py` from `engines/quality*.jsonl`, which have every preset, budget and sample; do not edit.
 SmolLM2-135M-Instruct (Q4_1 weights, widened by `trtkv pull`) in {full["dtype"]} on an {full["device"]}, torch executor; cells by commit:
-{counts} (MiniKV's when a complete run was encoded after its step's attention; today it is encoded
-before). One small model, few tasks: measure your own with
+{counts} (MiniKV's before today's order of encoding). One small model, few tasks: measure your own with
 [`trtkv eval`](evaluating.md).
 
 - A budget is a share of the context, in tokens of each KV head. *bytes* are what a sequence stores at its fullest over what `full` stores.
@@ -71,22 +72,54 @@ def peers(records: Records) -> str:
 
 
 def recommended(folder: Path) -> str:
-    """Set encodings beside full on the same prompts: bytes, right answers and how far predictions are apart."""
-    groups: dict[tuple[str, int], list[Record]] = {}
-    for row in read_records(folder / "quality-codes.jsonl"):
-        groups.setdefault((row["model"], row["length"]), []).append(row)
-    parts = list(groups.values())
-    tasks = [task for task in dict.fromkeys(row["task"] for row in parts[0]) if task != PROSE]
-    lines = [[f"{model}, {length:,}", *line] for (model, length), rows in groups.items() for line in encodings(rows, tasks)]
-    samples = Counter(row["task"] for row in parts[0])[tasks[0]]
+    """Set presets beside full on the same prompts: bytes and right answers."""
+    every = read_records(folder / "quality-recommended.jsonl")
+    groups = grouped(every)
     return f"""## Which to take
 
-Right answers of the same {samples} prompts of each task, question unseen; in brackets, where only the preset and where only
-`full` is right. *KL*: of last tokens of a text, in nats. float32, bytes of 16-bit models on layers that policies act on;
-{parts[0][0]["device"]}, {commits([row for rows in parts for row in rows])}, `build_scripts/quality_compress.py`.
-{reached(parts, tasks)}
+Right answers of {", ".join(tasks(every))}, on the same prompts of 2,048 tokens (SmolLM2) and 4,096 (Gemma 3), so many of each task, question seen
+or not. Values stored in 16 bits, attention in float32, bytes on layers that policies act on.
+{every[0]["device"]}, {commits(every)}, `build_scripts/quality_compress.py`.
 
-{table(["model, tokens", "preset", "bytes", *tasks, "KL"], lines)}"""
+{chr(10).join(goal.verdict(groups) for goal in GOALS)}
+
+{table(["model, question, prompts", "preset", "bytes", "right answers"], [line for rows in groups for line in lines(rows)])}
+
+`balanced` and `smallest` keep what the end of the prompt attends to: for one question about a document. Talks need `rotated` or `fp8`. Their
+fields are the best of eight settings on Gemma's prompts (budgets of the length, in brackets) and half of SmolLM2's.
+
+{steps(read_records(folder / "recommended-steps.jsonl"))}"""
+
+
+def steps(rows: Sequence[Record]) -> str:
+    """Say how long decode steps of the recommendations take."""
+    many = [row for row in rows if row["batch"] == 8]
+    full = many[0]["itl_p50_ms"]
+    found = ", ".join(f"`{row['policy']}` {row['itl_p50_ms']:.1f} ({full / row['itl_p50_ms']:.2f})" for row in many if "rotated" in row["policy"])
+    where = f"{rows[0]['model']}, 8 x {rows[0]['context']:,}"
+    return f"""A step of {where} takes `full` {full:.1f} ms, {found}, the latter with a budget of half.
+{rows[0]["environment"]["machine"]}, {commits(rows)}, `trtkv bench step`."""
+
+
+def tuning(folder: Path) -> str:
+    """Say how often the race of `trtkv tune` chooses what measuring everything would."""
+    rows = read_records(folder / "quality-tune.jsonl")
+    found, one = list(replay(rows, RACES)), rows[0]
+    tried, asked = len({row["name"] for row in rows}), ", ".join(dict.fromkeys(row["task"] for row in rows))
+
+    def said(least: str) -> str:
+        own = [race for race in found if race.goal.least == least]
+        cells = [race.cells for race in own]
+        same = ", ".join(f"{race.same} ({race.goal.floor:g})" for race in own)
+        return f"- `--least {least}`: {same}, with {min(cells):.0%} to {max(cells):.0%} of the cells."
+
+    return f"""## `trtkv tune` beside the grid
+
+Of {RACES} races, each with the samples in another order, so many choose what all {tried} candidates, measured whole, would, by the floor of quality.
+Goal: all, with a tenth of the cells. **Missed.** {one["samples"]} samples of {asked}; {one["model"]}, {one["length"]:,} tokens, {one["device"]},
+{commits(rows)}, `build_scripts/quality_tune.py`.
+
+{chr(10).join(map(said, LEAST))}"""
 
 
 def goals(records: Records) -> str:
@@ -178,14 +211,14 @@ def evicting(folder: Path) -> str:
         loss = fmean(row["answers"][name]["nll"] - row["answers"]["full"]["nll"] for row in rows)
         return "/".join(f"{share:.2f}" for share in right) + f", {loss:+.2f}"
 
-    names = dict.fromkeys(name.rpartition(" ")[0] for name in rows[0]["answers"] if name != "full" and "window" not in name)
-    lines = [[" ".join(f"`{one}`" for one in name.split()), *(cell(f"{name} {share}") for share in ("25%", "50%"))] for name in names]
+    names = dict.fromkeys(name.rpartition(" ")[0] for name in rows[0]["answers"] if name != "full" and "window" not in name and "epsilon" not in name)
+    lines = [[" ".join(f"`{one}`" for one in name.split()), cell(f"{name} 50%")] for name in names]
     return f"""## Scores by which tokens stay
 
 Passkey / needle, and the loss in nats an answer's token above `full`'s ({cell("full").partition(",")[0]}): {counts} prompts, the same for all,
 question unseen. {rows[0]["dtype"]} on a GPU, {commits(every)}, `build_scripts/quality_compress.py`.
 
-{table(["preset", "25%", "50%"], lines)}"""
+{table(["preset", "50%"], lines)}"""
 
 
 def prefill(folder: Path) -> str:
@@ -210,14 +243,14 @@ the share of the blocks before a query that was read. {device}, {commits(rows)};
 
 
 def answers(records: Records, names: Sequence[str]) -> str:
-    """Write shares of right answers, passkey and needle, at two budgets and lengths."""
-    places: tuple[dict[str, Any], ...] = ({"percent": 11}, {"percent": 11, "blind": False}, {"percent": 25}, {"percent": 25, "length": 4096})
+    """Write shares of right answers, passkey and needle, at two budgets."""
+    places: tuple[dict[str, Any], ...] = ({"percent": 11}, {"percent": 11, "blind": False}, {"percent": 25})
     rows = []
     for name in names:
         cells = [[records.find(task, name, **place) for task in TASKS] for place in places]
         size = next(one for one in cells[2] if one)
         rows.append([" ".join(f"`{one}`" for one in name.split()), f"{records.share(size):.0%}", *("/".join(map(exact, pair)) for pair in cells)])
-    return table(["preset", "bytes", "2k, 11%", "11%, seen", "2k, 25%", "4k, 25%"], rows)
+    return table(["preset", "bytes", "2k, 11%", "11%, seen", "2k, 25%"], rows)
 
 
 def exact(record: Record | None) -> str:
