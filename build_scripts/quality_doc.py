@@ -85,7 +85,7 @@ or not. Values stored in 16 bits, attention in float32, bytes on layers that pol
 
 {table(["model, question, prompts", "preset", "bytes", "right answers"], [line for rows in groups for line in lines(rows)])}
 
-`balanced` and `smallest` keep what the end of the prompt attends to: for one question about a document. Talks need `rotated` or `fp8`. Their
+`balanced` and `smallest` keep what the end of the prompt attends to: for one question about a document. Conversations need `rotated` or `fp8`. Their
 fields are the best of eight settings on Gemma's prompts (budgets of the length, in brackets) and half of SmolLM2's.
 
 {steps(read_records(folder / "recommended-steps.jsonl"))}"""
