@@ -86,7 +86,8 @@ or not. Values stored in 16 bits, attention in float32, bytes on layers that pol
 {table(["model, question, prompts", "preset", "bytes", "right answers"], [line for rows in groups for line in lines(rows)])}
 
 `balanced` and `smallest` keep what the end of the prompt attends to: for one question about a document. Conversations need `rotated` or `fp8`. Their
-fields are the best of eight settings on Gemma's prompts (budgets of the length, in brackets) and half of SmolLM2's.
+fields are the best of eight settings on Gemma's prompts and half of SmolLM2's. On Gemma they ran with budgets of the length, in brackets, not with
+the presets' 48% and 20%.
 
 {steps(read_records(folder / "recommended-steps.jsonl"))}"""
 

@@ -61,6 +61,8 @@ class Windows:
         for count, total, slot, prompt in zip(new, seen, slots, prompts, strict=True):
             rows.append(Row(start, count, total, slot, (slot,), self._step.page_size, self.device, prompt, repeat=repeats.get(slot)))
             start += count
+            if count == total:
+                self._kept.pop(slot, None)  # of a request that was cancelled
             if slot in repeats and total - count == prompt:
                 self._kept[slot] = [one[slot].clone() for one in self.buffers]
         self._step = StepGroup(rows, self._step.page_size, self.device)

@@ -273,7 +273,8 @@ def encode_prompt(
 ) -> None:
     """Encode keys and values [Hk, X, D], contiguous, of tokens from begins on to before ends, into pages table [M] int32.
 
-    With kept [Hk, K] int32, contiguous, those count the remaining tokens: token t of a head is row kept[head, t]. What a format rotates is rotated.
+    With kept [Hk, K] int32, contiguous, those count the remaining tokens: token t of a head is row kept[head, t]. Where the
+    format says so they are rotated already.
     """
     one, heads, dim = pages.format, pages.heads, pages.dim
     block = max(PROMPT_TOKENS, one.key_group)
