@@ -12,6 +12,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -48,7 +49,8 @@ namespace cpu {
 constexpr size_t STACK = 128 << 10, ARENA = 1 << 20, MARGIN = 128;
 struct Place { int x, y, z; };
 struct Fiber { void* sp; char* stack; bool done, waited; };
-struct Warp { u32 slots[2][32][16]; int arrived, round; };
+struct Meeting { u32 lanes, slots[2][32][16]; int arrived, round; };
+using Warp = std::deque<Meeting>; // one for each mask that its lanes have exchanged words under
 struct Cluster {
   std::atomic<int> arrived{0}, round{0};
   int threads;
@@ -147,15 +149,18 @@ static inline void run(Block& b) {
   cpu_switch(&b.outside, b.fibers[0].sp);
   for (Fiber& fiber : b.fibers) free(fiber.stack);
 }
-// Words of all lanes of the warp; two sets in turn, because a lane can be one exchange ahead at most.
-static inline u32 (*exchange(const u32* words, int count))[16] {
+// Words of the lanes that a mask names; two sets in turn, because a lane can be one exchange ahead at most.
+static inline u32 (*exchange(const u32* words, int count, u32 lanes = ~0u))[16] {
   Warp& warp = block->warps[thread.x >> 5];
-  const int round = warp.round;
-  auto* slots = warp.slots[round & 1];
+  if (!(lanes >> (thread.x & 31) & 1)) fail("a lane exchanges words under a mask without it");
+  auto found = std::find_if(warp.begin(), warp.end(), [&](const Meeting& one) { return one.lanes == lanes; });
+  Meeting& meeting = found != warp.end() ? *found : warp.emplace_back(Meeting{lanes});
+  const int round = meeting.round;
+  auto* slots = meeting.slots[round & 1];
   for (int i = 0; i < count; i++) slots[thread.x & 31][i] = words[i];
-  if (++warp.arrived == 32) warp.arrived = 0, warp.round++;
+  if (++meeting.arrived == __builtin_popcount(lanes)) meeting.arrived = 0, meeting.round++;
   else
-    while (warp.round == round) yield();
+    while (meeting.round == round) yield();
   return slots;
 }
 template <typename T> static inline T& shared(const void* key) {
@@ -231,15 +236,16 @@ static inline void __syncwarp() {
   const u32 nothing = 0;
   cpu::exchange(&nothing, 1);
 }
-template <typename T> static inline T __shfl_sync(u32, T v, int lane) {
+template <typename T> static inline T __shfl_sync(u32 lanes, T v, int lane) {
+  if (!(lanes >> (lane & 31) & 1)) cpu::fail("a lane outside of the mask is read");
   if constexpr (sizeof(T) == 8) {
     u32 words[2];
     memcpy(words, &v, 8);
-    memcpy(&v, cpu::exchange(words, 2)[lane & 31], 8);
+    memcpy(&v, cpu::exchange(words, 2, lanes)[lane & 31], 8);
     return v;
   } else {
     const u32 word = cpu::bits<u32>(v);
-    return cpu::bits<T>(cpu::exchange(&word, 1)[lane & 31][0]);
+    return cpu::bits<T>(cpu::exchange(&word, 1, lanes)[lane & 31][0]);
   }
 }
 template <typename T> static inline T __shfl_xor_sync(u32 all, T v, int mask) { return __shfl_sync(all, v, lane_id() ^ mask); }
