@@ -80,7 +80,7 @@ def compare(cache: GroupedCache, layer: int, slot: int, pages: list[int], exact:
     """Compare what a layer's pages hold after a step with the definition: every token is encoded."""
     assert isinstance(cache.ledger, PartitionLedger)
     stored, table = cache.ledger.find(slot).stored[cache.plan.page_groups[layer]], torch.tensor(pages, dtype=torch.int32)
-    assert exact.lengths == (stored,) * 2 and exact.encoded == (stored, stored)
+    assert exact.lengths == (stored,) * 2 and exact.encoded == [(stored, stored)] * 2
     for part in ("keys", "values"):
         want = torch.stack([one.parts[part].decoded() for one in exact.heads])
         assert torch.equal(reference.decode(cache.store.pages[layer], table, part)[:, :stored], want)

@@ -102,7 +102,7 @@ def check_layer(paged: Rig, cache: LayerCache, layer: int, slot: int) -> None:
     assert store.residual_evictor is not None
     account, pages = store.residual_evictor.ledger.find(slot), store.pages[layer]
     stored, ends = account.stored[group], account.encoded[group]
-    assert cache.lengths == (stored,) * paged.plan.num_kv_heads and cache.encoded == ends and cache.settled == account.settled[group]
+    assert cache.lengths == (stored,) * paged.plan.num_kv_heads and cache.encoded == [ends] * paged.plan.num_kv_heads and cache.settled == account.settled[group]
     assert store.ends[group, slot].tolist() == list(ends)
     table = torch.tensor(paged.pages(slot), dtype=torch.int32)
     for part, seen in zip(("keys", "values"), reference.visible(pages, table, slot, stored), strict=True):
@@ -174,7 +174,7 @@ def compare_bits(store: EncodedStore, layer: int, slot: int, pages: list[int], c
     account = store.residual_evictor.ledger.find(slot)
     group = store.plan.page_groups[layer]
     stored, ends = account.stored[group], account.encoded[group]
-    assert cache.lengths == (stored,) * 2 and cache.encoded == ends
+    assert cache.lengths == (stored,) * 2 and cache.encoded == [ends] * 2
     for part, ring, end in zip(("keys", "values"), (store.pages[layer].keys, store.pages[layer].values), ends, strict=True):
         held = [one.parts[part] for one in cache.heads]
         whole = torch.stack([one.decoded() for one in held])
