@@ -79,15 +79,14 @@ def recommended(folder: Path) -> str:
 
 Right answers of {", ".join(tasks(every))}, on the same prompts of 2,048 tokens (SmolLM2) and 4,096 (Gemma 3), so many of each task, question seen
 or not. Values stored in 16 bits, attention in float32, bytes on layers that policies act on.
-{every[0]["device"]}, {commits(every)}, `build_scripts/quality_compress.py`.
+{", ".join(dict.fromkeys(row["device"] for rows in groups for row in rows))}, {commits(every)}, `build_scripts/quality_compress.py`.
 
 {chr(10).join(goal.verdict(groups) for goal in GOALS)}
 
 {table(["model, question, prompts", "preset", "bytes", "right answers"], [line for rows in groups for line in lines(rows)])}
 
-`balanced` and `smallest` keep what the end of the prompt attends to: for one question about a document. Conversations need `rotated` or `fp8`. Their
-fields are the best of eight settings on Gemma's prompts and half of SmolLM2's. On Gemma they ran with budgets of the length, in brackets, not with
-the presets' 48% and 20%.
+All but `rotated` keep what the end of the prompt attends to: for one question about a document. Conversations need `rotated` or `fp8`. Their fields
+are the best of eight settings on other prompts.
 
 {steps(read_records(folder / "recommended-steps.jsonl"))}"""
 
