@@ -191,7 +191,7 @@ def _print(search: Search, told: Sequence[Mapping[str, Any]], full: Candidate) -
         markup=False,
     )
     if search.grid:
-        notes.print(f"{search.cells} of the {search.grid} answers of all candidates were needed.", markup=False)
+        notes.print(f"{search.cells} of the {search.grid} answers of all candidates were needed: what has no quality is dearer.", markup=False)
     if search.full:
         notes.print("full itself: " + ", ".join(f"{name} {score:.2f}" for name, score in search.full.items()) + ".", markup=False)
 

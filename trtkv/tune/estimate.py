@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 
 Z = NormalDist().inv_cdf(0.95)  # of intervals that hold the true value in 90 of 100 cases
 ALIKE = 4.0  # tokens of one text err together: so many count as one where too few texts say how much they do
 ENOUGH = 8  # texts that say it
 ROUNDING = 1e-9  # of sums of losses
-LARGE = 600.0  # exponents beyond it say no more, and overflow soon
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,7 @@ def worst(estimates: Iterable[Estimate]) -> Estimate:
     return min(estimates, key=lambda one: (one.value, -one.error))
 
 
+@lru_cache(1 << 14)
 def against(losses: Losses, samples: int, floor: float) -> float:
     """Return how much likelier losses are where all samples together miss a floor, by as much as may be, than where they just keep it.
 
@@ -97,15 +98,8 @@ def against(losses: Losses, samples: int, floor: float) -> float:
         return 0.0
     if lost > allowed:
         return math.inf
-    kept = _likelihood(allowed, every, lost, seen)
-    ratios = (_likelihood(total, every, lost, seen) - kept for total in range(allowed + 1, every - seen + lost + 1))
-    return sum(math.exp(min(LARGE, one)) for one in ratios) / (every - allowed)
-
-
-def _likelihood(total: int, every: int, lost: int, seen: int) -> float:
-    """Return the logarithm of the probability that `seen` of `every` trials, of which `total` are lost, have `lost` of them."""
-    return _choose(total, lost) + _choose(every - total, seen - lost) - _choose(every, seen)
-
-
-def _choose(n: int, k: int) -> float:
-    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+    ratio, together = 1.0, 0.0  # of the likelihood of so many losses in all to that of the allowed ones; their sum
+    for total in range(allowed + 1, every - seen + lost + 1):
+        ratio *= total / (total - lost) * (1 - (seen - lost) / (every - total + 1))
+        together += ratio
+    return together / (every - allowed)

@@ -12,7 +12,7 @@ from trtkv.tune.candidates import Candidate
 from trtkv.tune.estimate import Estimate, Losses, against, estimate, worst
 
 WRONG = 0.05  # chance that a candidate leaves although it keeps the floor on all samples
-LESS = 4  # a step takes this part of the samples before it: at most a quarter more than needed, and an engine is opened less often
+LESS = 8  # a step takes this part of the samples before it: at most an eighth more than needed, and an engine is opened less often
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Race:
     def _misses(self, one: Candidate, floor: float) -> bool:
         own = self.losses[one.subject.key]
         if self._complete(one):
-            return not self.found[one.subject.key].reaches(floor)
+            return self.goal.floor is not None and not self.found[one.subject.key].reaches(floor)
         return any(against(of, size, floor) >= len(own) / WRONG for of, size in zip(own, self.sizes, strict=True))
 
     def _complete(self, one: Candidate) -> bool:
