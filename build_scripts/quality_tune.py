@@ -141,7 +141,8 @@ def _races(
 
         found = dict[str, Estimate]()
         mixed = rng.sample(field, len(field))
-        mine = choose(goal, Race(goal, mixed, [len(right) for _, right in pools], answers, found, jobs).run(), found)
+        race = Race(goal, mixed, [len(right) for _, right in pools], [1] * len(pools), answers, found, jobs)
+        mine = choose(goal, race.run(), found)
         theirs = choose(goal, field, whole)
         choices[theirs and theirs.subject.key] += 1
         same += mine is theirs

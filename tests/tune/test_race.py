@@ -119,13 +119,13 @@ def test_the_cheapest_that_is_good_enough_ends_a_race() -> None:
     keys = [one.subject.key for one in (bad, good, dear)]
     answers = Answers(dict(zip(keys, ([[1.0] * 20, [0.0] * 10], [[0.0] * 19 + [1.0], [0.0] * 10], [[0.0] * 20, [0.0] * 10]), strict=True)))
     found = dict[str, Estimate]()
-    left = Race(Goal(floor=0.9), [dear, bad, good], (20, 10), answers, found).run()
+    left = Race(Goal(floor=0.9), [dear, bad, good], (20, 10), (1, 1), answers, found).run()
     assert left == [good] and choose(Goal(floor=0.9), left, found) is good
     assert answers.asked(good) == 30 and answers.asked(bad) <= 4 and answers.asked(dear) == 0 and dear.subject.key not in found
     assert not any(step.task for step in answers.steps if step.one is bad), "the first task lost something at once"
     assert nearest([dear, bad, good], found) is good and frontier(Goal(floor=0.9), [dear, bad, good, made("beaten", 95)], found) == [bad, good]
     several = Answers(answers.losses)
-    assert Race(Goal(floor=0.9), [dear, bad, good], (20, 10), several, {}, width=2).run()[0] is good
+    assert Race(Goal(floor=0.9), [dear, bad, good], (20, 10), (1, 1), several, {}, width=2).run()[0] is good
     assert several.waves[0] == 2 and several.asked(dear) > 0, "two are measured at once, though the dearer one may be for nothing"
 
 
@@ -133,7 +133,7 @@ def test_where_nothing_is_good_enough_a_race_says_what_is_nearest() -> None:
     bad, better = made("bad", 10), made("better", 20)
     answers = Answers({bad.subject.key: [[1.0] * 20], better.subject.key: [[0.0] * 12 + [1.0] * 8]})
     found = dict[str, Estimate]()
-    assert not Race(Goal(floor=0.99), [bad, better], (20,), answers, found).run() and choose(Goal(floor=0.99), [], found) is None
+    assert not Race(Goal(floor=0.99), [bad, better], (20,), (1,), answers, found).run() and choose(Goal(floor=0.99), [], found) is None
     assert nearest([bad, better], found) is better and answers.asked(better) < 20
 
 
@@ -141,7 +141,7 @@ def test_without_a_floor_the_best_gets_all_samples() -> None:
     bad, good, alike = made("bad", 10), made("good", 20), made("alike", 90)
     answers = Answers({bad.subject.key: [[1.0] * 40], good.subject.key: [[0.0] * 39 + [1.0]], alike.subject.key: [[0.0] * 40]})
     found = dict[str, Estimate]()
-    left = Race(Goal(), [bad, good, alike], (40,), answers, found).run()
+    left = Race(Goal(), [bad, good, alike], (40,), (1,), answers, found).run()
     assert left == [good, alike] and answers.asked(bad) < 10 and choose(Goal(), left, found) is alike
     assert choose(Goal(), [], found) is None
 
@@ -176,7 +176,7 @@ def test_a_race_finds_what_the_whole_grid_finds(right: bool) -> None:
             cells += sum(step.new for step in steps)
             return [sum(losses[step.one.subject.key][step.task][step.done : step.done + step.new], Losses()) for step in steps]
 
-        left = Race(goal, rng.sample(field, len(field)), [samples] * (1 + right), measure, found).run()
+        left = Race(goal, rng.sample(field, len(field)), [samples] * (1 + right), [1 if right else 2] * (1 + right), measure, found).run()
         agreed += choose(goal, left, found) is choose(goal, field, whole)
     assert agreed >= 0.95 * worlds and cells <= worlds * len(field) * samples * (1 + right) / (6 if right else 9)
 

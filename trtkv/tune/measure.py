@@ -23,6 +23,7 @@ from trtkv.tune.estimate import EXACT, Estimate, Losses
 from trtkv.tune.race import Goal, Race, Step
 
 TEXT = "agreement"  # the task of a text: does a policy choose the next tokens that full chooses?
+WINDOWS = 2  # of a text that are measured at once: one does not say how much windows differ
 Bar = Callable[[str, float, int], None]  # what is going on, how much is done, of how much
 
 
@@ -105,7 +106,8 @@ class Search:
             records = self._run(cells, runner, lambda share: bar(named, min(len(field), told + share), len(field)))
             return [pools[step.task].lost(record) for step, record in zip(steps, records, strict=True)]
 
-        return Race(self.goal, field, [len(pool.order) for pool in pools], measure, self.found, self.jobs).run()
+        sizes, least = [len(pool.order) for pool in pools], [1 if pool.scores else WINDOWS for pool in pools]
+        return Race(self.goal, field, sizes, least, measure, self.found, self.jobs).run()
 
     def _answers(self, pool: Pool) -> bool:
         return isinstance(self.maker.task(pool.whole.task), AnswerTask)

@@ -65,14 +65,16 @@ Measure = Callable[[Sequence[Step]], Sequence[Losses]]  # what was lost in each 
 class Race:
     """A search for the candidate that the whole grid would choose.
 
-    sizes: samples of each task; width: candidates that are measured at once. With a floor the cheapest candidates are measured first, and none that
-    is dearer than one that has kept the floor on all samples; one leaves as soon as its losses say that it misses the floor. Without, all are
-    measured, and the floor is what the best probably reaches. found are the estimates of those that were measured, by key.
+    sizes: samples of each task; least: how many a step takes at least; width: candidates that are measured at once. With a floor the cheapest
+    candidates are measured first, and none that is dearer than one that has kept the floor on all samples; one leaves as soon as its losses say that
+    it misses the floor. Without, all are measured, and the floor is what the best probably reaches. found are the estimates of those that were
+    measured, by key.
     """
 
     goal: Goal
     field: Sequence[Candidate]
     sizes: Sequence[int]
+    least: Sequence[int]
     measure: Measure
     found: MutableMapping[str, Estimate]
     width: int = 1
@@ -114,7 +116,7 @@ class Race:
 
         task = max((index for index, size in enumerate(self.sizes) if own[index].samples < size), key=likely)
         done = own[task].samples
-        return Step(one, task, done, min(max(1, done // LESS), self.sizes[task] - done))
+        return Step(one, task, done, min(max(self.least[task], done // LESS), self.sizes[task] - done))
 
     def _floor(self, left: Sequence[Candidate]) -> float:
         if self.goal.floor is not None:
