@@ -4,13 +4,14 @@
     python build_scripts/quality_tune.py replay engines/quality-tune.jsonl
 
 `measure` answers all samples with all of tune's usual candidates; finished cells stay in the directory, and a second call goes on. `replay` runs the
-race on these answers, in a different order of the samples for each seed, and compares its choice with that of the grid, for several goals.
+race on these answers, samples and candidates in a different order for each seed, and compares its choice with that of the grid, for several goals.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,7 +30,7 @@ from trtkv.eval.subjects import Subject
 from trtkv.eval.tasks import task_names
 from trtkv.tune.candidates import Candidate, Cost, candidates
 from trtkv.tune.estimate import Estimate, Losses, estimate, worst
-from trtkv.tune.race import Goal, choose, race
+from trtkv.tune.race import Goal, Race, Step, choose
 
 FLOORS = (0.8, 0.9, 0.95, 0.99)
 LEAST: tuple[Literal["cache", "reads"], ...] = ("cache", "reads")
@@ -54,11 +55,13 @@ def main() -> None:
     grid.add_argument("--commit", default="")
     for one in (grid, again):
         one.add_argument("records", type=Path)
+    again.add_argument("--share", type=float, default=1.0, help="of the samples, others in every race")
+    again.add_argument("--jobs", type=int, default=1, help="candidates that are measured at once")
     options = parser.parse_args()
     if options.command == "measure":
         measure(options)
         return
-    for found in replay(read_records(options.records)):
+    for found in replay(read_records(options.records), share=options.share, jobs=options.jobs):
         print(found)
 
 
@@ -80,10 +83,10 @@ def measure(options: argparse.Namespace) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """How races of one goal went: candidates and samples of each task, races that chose as the grid did, cells as a share of the grid's.
+    """How races of one goal went: candidates, races that chose as the grid did, cells as a share of the grid's, in the mean and at most.
 
-    near are races whose choice takes at most a tenth more and keeps the floor on all samples; choice is the grid's, None where nothing reaches the
-    floor.
+    A cell is one candidate's answer to one sample of one task. near are races whose choice takes at most a tenth more and keeps the floor on all
+    samples; choice is the grid's (its most frequent one, where races have other samples), None where nothing reaches the floor.
     """
 
     goal: Goal
@@ -93,48 +96,59 @@ class Replay:
     near: int
     races: int
     cells: float
+    most: float
 
     def __str__(self) -> str:
         """Say it in a line."""
         named = f"least {self.goal.least} at {self.goal.floor}, {self.candidates} candidates: the grid takes {self.choice}"
-        return f"{named}; same in {self.same}, near in {self.near} of {self.races} races, {self.cells:.1%} of the cells"
+        return f"{named}; same in {self.same}, near in {self.near} of {self.races} races, {self.cells:.1%} of the cells, at most {self.most:.1%}"
 
 
-def replay(rows: Sequence[Record], seeds: int = SEEDS) -> Iterator[Replay]:
-    """Race for every goal in many orders of the samples."""
-    losses = {row["name"]: dict[str, list[float]]() for row in rows}
-    full = {row["task"]: row["scores"] for row in rows if row["name"] == "full"}
+def replay(rows: Sequence[Record], seeds: int = SEEDS, share: float = 1.0, jobs: int = 1) -> Iterator[Replay]:
+    """Race for every goal in many orders of the samples, or of a share of them that differs from race to race."""
+    scores = {row["name"]: dict[str, list[float]]() for row in rows}
     for row in rows:
-        losses[row["name"]][row["task"]] = [a - b for a, b in zip(full[row["task"]], row["scores"], strict=True)]
+        scores[row["name"]][row["task"]] = row["scores"]
     everyone = {row["name"]: _candidate(row) for row in rows}
     for least in LEAST:
         for floor in FLOORS:
             goal = Goal(floor, least)
             field = goal.worth(everyone["full"], [one for name, one in everyone.items() if name != "full"])
-            yield _races(goal, field, losses, seeds)
+            yield _races(goal, field, scores, seeds, share, jobs)
 
 
-def _races(goal: Goal, field: Sequence[Candidate], losses: Mapping[str, Mapping[str, Sequence[float]]], seeds: int) -> Replay:
-    """Race for one goal; losses by candidate and task."""
-    tasks = list(losses["full"])
-    samples = len(losses["full"][tasks[0]])
-    whole = {name: worst(estimate(Losses.of(own)) for own in by.values()) for name, by in losses.items()}
-    theirs, same, near, shares = choose(goal, field, whole), 0, 0, list[float]()
+def _races(
+    goal: Goal, field: Sequence[Candidate], scores: Mapping[str, Mapping[str, Sequence[float]]], seeds: int, share: float, jobs: int
+) -> Replay:
+    """Race for one goal; scores by candidate and task."""
+    full, choices, same, near, shares = scores["full"], Counter[str | None](), 0, 0, list[float]()
+    samples = len(next(iter(full.values())))
     for seed in range(seeds):
-        order, measured = random.Random(seed).sample(range(samples), samples), samples  # full's
+        rng = random.Random(seed)
+        order = rng.sample(range(samples), round(share * samples))
+        pools = [(task, [index for index in order if full[task][index]]) for task in full]
+        lost = {
+            one.subject.key: [[1 - min(1.0, scores[one.subject.key][task][i] / full[task][i]) for i in right] for task, right in pools]
+            for one in field
+        }  # fmt: skip
+        whole = {name: worst(estimate(Losses.of(every)) for every in by) for name, by in lost.items()}
+        measured = len(full) * len(order)  # full's
 
-        def answers(left: Sequence[Candidate], done: int, new: int, order: list[int] = order) -> dict[str, list[Losses]]:
+        def answers(steps: Sequence[Step], lost: Mapping[str, Sequence[Sequence[float]]] = lost) -> list[Losses]:
             nonlocal measured
-            measured += len(left) * new
-            of = order[done : done + new]
-            return {one.subject.key: [Losses.of(losses[one.subject.key][task][index] for index in of) for task in tasks] for one in left}
+            measured += sum(step.new for step in steps)
+            return [Losses.of(lost[step.one.subject.key][step.task][step.done : step.done + step.new]) for step in steps]
 
         found = dict[str, Estimate]()
-        mine = choose(goal, race(goal, field, samples, answers, found), found)
+        mixed = rng.sample(field, len(field))
+        race = Race(goal, mixed, [len(right) for _, right in pools], [1] * len(pools), answers, found, jobs)
+        mine = choose(goal, race.run(), found)
+        theirs = choose(goal, field, whole)
+        choices[theirs and theirs.subject.key] += 1
         same += mine is theirs
         near += mine is theirs or (mine is not None and theirs is not None and goal.size(mine)[0] <= 1.1 * goal.size(theirs)[0])
-        shares.append(measured / (samples * (len(field) + 1)))
-    return Replay(goal, len(field), theirs and theirs.subject.key, same, near, seeds, fmean(shares))
+        shares.append(measured / (len(full) * len(order) * (len(field) + 1)))
+    return Replay(goal, len(field), choices.most_common(1)[0][0], same, near, seeds, fmean(shares), max(shares))
 
 
 def _candidate(row: Record) -> Candidate:

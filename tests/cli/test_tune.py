@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.console import Capture, call, complaint, output, printed
 from tests.tiny import TinyModel
 from trtkv.engine.manifest import read_manifest
+from trtkv.eval.grid import Cell
 from trtkv.eval.results import Results
+from trtkv.eval.runner import Runner
 
 SMALL = ("--context", 192, "--samples", 2, "--policy", "fp8,keydiff,streaming", "--budget", "48,96")
 
@@ -29,9 +32,9 @@ def test_the_choice_builds_and_a_second_search_measures_nothing(tiny_llama: Tiny
     assert [one["of_full"] for one in told["candidates"]] == sorted(one["of_full"] for one in told["candidates"])
     assert told["candidates"][-1]["policy"] == "full" and told["candidates"][-1]["quality"] == 1
     assert (here / "plot.png").stat().st_size > 5000
-    measured = len(Results(here / "tune-results").finished())
-    assert measured == told["cells"] == 5
-    assert output(capsys, *words) == told and len(Results(here / "tune-results").finished()) == measured
+    finished = Results(here / "tune-results").finished()
+    assert sum(len(one["pick"]) for one in finished.values()) == told["cells"] < told["grid"] == 2 * 5
+    assert output(capsys, *words) == told and len(Results(here / "tune-results").finished()) == len(finished)
     assert call(*told["command"].split()[1:], "--backend", "none", "--out", "engine") == 0
     manifest = read_manifest(here / "engine")
     assert manifest.cache.policy == "tuned" and set(manifest.cache.roles) == {"quantize"}
@@ -40,16 +43,68 @@ def test_the_choice_builds_and_a_second_search_measures_nothing(tiny_llama: Tiny
 
 def test_ones_own_text_is_measured_at_several_places(tiny_llama: TinyModel, here: Path, capsys: Capture) -> None:
     (here / "own.txt").write_text(" ".join(f"line {index} says {index * index % 97}." for index in range(60)))
-    told = output(capsys, "tune", "--model", tiny_llama.path, "--context", 192, "--samples", 4, "--policy", "fp8", "--text", "own.txt")
-    assert next(one for one in told["candidates"] if one["policy"] == "fp8")["samples"] == 4
-    tasks = {one["task_identity"].rpartition(" after ")[2] for one in Results(here / "tune-results").finished().values()}
-    assert len(tasks) == 3 and "0" in tasks, "windows of three rounds"
+    words = ["tune", "--model", tiny_llama.path, "--context", 192, "--samples", 4, "--policy", "fp8", "--text", "own.txt", "--min-quality", 0.5]
+    assert next(one for one in output(capsys, *words)["candidates"] if one["policy"] == "fp8")["samples"] == 4
+    found = list(Results(here / "tune-results").finished().values())
+    windows = [index for one in found for index in one["pick"]]
+    assert len(set(windows)) == len(windows) == 4 and max(windows) < found[0]["samples"], "windows of the whole text, none twice"
 
 
-def test_a_task_is_compared_answer_by_answer(tiny_llama: TinyModel, capsys: Capture) -> None:
-    words = ("tune", "--model", tiny_llama.path, "--context", 320, "--samples", 2, "--policy", "fp8", "--task", "passkey", "--scoring", "forced")
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> list[Cell]:
+    """Answers as a script gives them: full is wrong in sample 1, keydiff always, streaming in sample 3 beside it; the cells that ran."""
+    ran = list[Cell]()
+    wrong = {"full": (1,), "keydiff": range(100), "streaming": (1, 3), "fp8": ()}
+
+    def run(self: Runner, cell: Cell, report: object = None) -> dict[str, Any]:
+        ran.append(cell)
+        answers = [{"score": float(index not in wrong[cell.subject.policy.name])} for index in cell.pick]
+        return {"key": cell.key, **cell.about, "figures": {}, "answers": answers}
+
+    monkeypatch.setattr(Runner, "run", run)
+    return ran
+
+
+TASK = ("--context", 320, "--samples", 8, "--policy", "fp8,keydiff,streaming", "--budget", "48", "--task", "passkey")
+
+
+def test_quality_is_the_share_of_fulls_right_answers_that_stay_right(tiny_llama: TinyModel, scripted: list[Cell], capsys: Capture) -> None:
+    told = output(capsys, "tune", "--model", tiny_llama.path, *TASK, "--min-quality", 0.8)
+    assert told["full"] == {"passkey": 7 / 8} and told["grid"] == 4 * 8
+    found = {one["policy"]: one for one in told["candidates"]}
+    assert found["streaming"]["chosen"] and found["streaming"]["quality"] == pytest.approx(6 / 7) and found["streaming"]["samples"] == 7
+    assert found["keydiff"]["quality"] == 0 and not found["keydiff"]["chosen"]
+    assert found["fp8"]["quality"] is None and found["fp8"]["samples"] == 0 and not found["fp8"]["frontier"], "dearer than the choice"
+    assert all(1 not in cell.pick for cell in scripted if not cell.subject.is_reference), "what full gets wrong cannot be lost"
+    strict = output(capsys, "tune", "--model", tiny_llama.path, *TASK, "--min-quality", 0.9)
+    assert next(one for one in strict["candidates"] if one["chosen"])["policy"] == "fp8", "right where full is wrong, and nowhere else wrong"
+
+
+def test_a_search_goes_on_where_it_was_interrupted(
+    tiny_llama: TinyModel, scripted: list[Cell], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["tune", "--model", tiny_llama.path, *TASK, "--min-quality", 0.9]
+    answer, left = Runner.run, 5
+
+    def stop(self: Runner, cell: Cell, report: object = None) -> dict[str, Any]:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        return answer(self, cell)
+
+    monkeypatch.setattr(Runner, "run", stop)
+    assert call(*words) == 130 and len(scripted) == 5
+    monkeypatch.setattr(Runner, "run", answer)
     told = output(capsys, *words)
-    assert told["full"] == {"passkey": 0.0} and told["candidates"][0]["quality"] == 1, "what full gets wrong cannot be lost"
+    keys = [cell.key for cell in scripted]
+    assert len(keys) == len(set(keys)) > 5 and sum(len(cell.pick) for cell in scripted) == told["cells"], "nothing is measured twice"
+
+
+def test_a_task_that_full_cannot_do_says_nothing(tiny_llama: TinyModel, here: Path, capsys: Capture) -> None:
+    words = ("tune", "--model", tiny_llama.path, "--context", 320, "--samples", 2, "--policy", "fp8", "--task", "passkey", "--scoring", "forced")
+    assert "full answers none of the 2 samples right" in complaint(capsys, *words)
+    assert not (here / "tuned.toml").exists()
 
 
 def test_the_table_fits_a_terminal(tiny_llama: TinyModel, capsys: Capture) -> None:

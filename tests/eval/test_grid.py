@@ -62,6 +62,8 @@ def test_everything_that_matters_is_in_the_key(request_for: Request, tmp_path: P
     keys = [expand(base).cells[0].key] + [expand(replace(base, **{name: value})).cells[0].key for name, value in changes.items()]
     assert len(set(keys)) == len(keys)
     assert expand(base).cells[0].key == keys[0]
+    whole = expand(base).cells[0]
+    assert len({one.key for one in (whole, replace(whole, pick=(0,)), replace(whole, pick=(1,)))}) == 3 and "pick" not in whole.about
 
 
 def test_weights_are_distinguished(tmp_path: Path) -> None:

@@ -59,6 +59,13 @@ def test_answers_do_not_depend_on_the_batch(chunk: int | None, tiny_llama: TinyM
     assert all(len({answer["answer"] for answer in record["answers"]}) > 1 for record in one)
 
 
+def test_a_cell_may_take_some_of_the_samples(tiny_llama: TinyModel, tmp_path: Path) -> None:
+    (whole,) = cells(tiny_llama, policies=(), budgets=(), lengths=(400,), samples=5)
+    picked = replace(whole, pick=(3, 1))
+    every, some = run([whole], SETUP, tmp_path / "whole")[0]["answers"], run([picked], SETUP, tmp_path / "picked")[0]["answers"]
+    assert some == [every[3], every[1]] and some[0] != some[1] and 2 * whole.weight == 5 * picked.weight
+
+
 def test_records_carry_what_was_measured(tiny_llama: TinyModel, tmp_path: Path) -> None:
     some = cells(tiny_llama, lengths=(400,))
     records = {one["policy"]: one for one in run(some, SETUP, tmp_path)}

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.eval.conftest import Open
 from tests.tiny import TinyModel
@@ -13,7 +15,7 @@ from trtkv import LLM
 from trtkv.errors import ConfigError
 from trtkv.eval.agreement import Agreement
 from trtkv.eval.attention import DECODED, TOP, AttentionError, policy_of, record, replay
-from trtkv.eval.decoding import Given
+from trtkv.eval.decoding import Cost, Given
 from trtkv.eval.long_generation import LongGeneration, first_difference
 from trtkv.eval.perplexity import Perplexity, scored_tokens, windows
 from trtkv.eval.pg19 import Pg19
@@ -42,6 +44,7 @@ def test_windows_score_every_token_once(tiny_llm: Open, tmp_path: Path) -> None:
     assert scored_tokens(96) == 24
     assert [one.prompt for one in found] == [72] * 4
     assert [token for one in found for token in one.tokens[one.prompt :]] == tokens[72 : 72 + 4 * 24]
+    assert windows(tiny_llm(), TaskOptions(tmp_path / "a.txt"), 96, 4, 0, (3, 1)) == [found[3], found[1]]
     # A text that ends early gives fewer windows, one that is too short none.
     assert len(windows(tiny_llm(), TaskOptions(tmp_path / "a.txt"), 96, 99, 0)) == (len(tokens) - 96) // 24 + 1
     with pytest.raises(ConfigError, match=f"has {len(tokens)} tokens, a window takes 301"):
@@ -94,6 +97,22 @@ def test_agreement_and_kl_are_those_of_the_distributions(tiny_llm: Open) -> None
     assert found["nll"] == pytest.approx(-float(mine.gather(1, targets).mean()), rel=1e-4)
     assert found["kl"] > 0
     assert found["stored_bytes"] < full.engine.cache.count.stored(95)
+
+
+def test_full_predicts_a_window_once_for_all_policies(tiny_llm: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[int]()
+
+    def count(llm: LLM, texts: Sequence[Given]) -> tuple[list[Tensor], Cost]:
+        asked.append(len(texts))
+        return forced_logprobs(llm, texts)
+
+    monkeypatch.setattr("trtkv.eval.agreement.forced_logprobs", count)
+    full, task = tiny_llm(), Agreement(TaskOptions(), name="agreement")
+    picks = [(2,), (0,), (2,), (0,)]  # two windows of one policy, then of another
+    found = [task.measure(replace(bench(tiny_llm("snapkv", SNAPKV), full), pick=pick)) for pick in picks]
+    assert asked == [1, 1] and found[:2] == found[2:] and found[0]["nll"] != found[1]["nll"]
+    task.measure(replace(bench(tiny_llm("snapkv", SNAPKV), full, length=64), pick=(2,)))
+    assert len(asked) == 3, "windows of another length are others"
 
 
 def test_attention_of_full_has_no_error(tiny_llm: Open) -> None:

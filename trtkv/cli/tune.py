@@ -59,8 +59,8 @@ def tune(
     """Find the policy and budget that suit a model, a text and a GPU, and write them as a policy that trtkv build takes.
 
     Quality is measured against full: the share of its next tokens that a policy chooses on your text, or how many of its right answers stay right,
-    in the worst task. All candidates get two samples, and those leave that will hardly be chosen. What is finished stays in the output
-    directory: the same command goes on where it was interrupted.
+    in the worst task. The cheapest candidates are measured first, until their losses say that they are not good enough. What is finished stays in
+    the output directory: the same command goes on where it was interrupted.
 
     Args:
         model: Preset name, Hugging Face directory or pulled hub id.
@@ -83,7 +83,7 @@ def tune(
         weights: Checkpoint directory; the model's by default.
         dtype: float32, float16 or bfloat16; the checkpoint's by default.
         device: auto, cpu, cuda or cuda:N.
-        jobs: Processes that share the work.
+        jobs: Candidates that are measured at once, a process each.
         output: Directory of what was measured.
         out: File of the policy.
         plot: Draw quality against the cache and what a step reads into this file (png, svg or pdf).
@@ -95,7 +95,7 @@ def tune(
     from trtkv.eval.tasks import task_names
     from trtkv.tune.candidates import candidates
     from trtkv.tune.measure import TEXT, Question, Search
-    from trtkv.tune.race import choose
+    from trtkv.tune.race import choose, nearest
     from trtkv.tune.report import check_out, command, draw, rows, write
 
     if plot is not None:
@@ -120,18 +120,19 @@ def tune(
         write(out, chosen, _comment(search, chosen, model))
     build = None if chosen is None else command(model, "full" if chosen is full else str(out), context, batch)
     if json:
-        print_json({"command": build, "floor": goal.floor, "full": search.full, "cells": search.cells, "candidates": told})
+        figures = {"floor": goal.floor, "full": search.full, "cells": search.cells, "grid": search.grid}
+        print_json({"command": build, **figures, "candidates": told})
     else:
         _print(search, told, full)
     if chosen is None:
-        best = max(finalists, key=lambda one: search.found[one.subject.key].value)
+        best = nearest(within, search.found)
         value = search.found[best.subject.key].value
         raise ConfigError(
             f"nothing within the limits reaches a quality of {goal.floor}; '{best.name}' comes nearest with {value:.3f}",
             "Allow more memory or a longer step, or a lower --min-quality.",
         )
     if not json:
-        _say(search, chosen, full, finalists, build, plot)
+        _say(search, chosen, full, within, build, plot)
 
 
 def _goal(floor: float | None, memory: str | None, latency: float | None, bandwidth: float | None, least: Literal["cache", "reads"]) -> Goal:
@@ -176,7 +177,7 @@ def _print(search: Search, told: Sequence[Mapping[str, Any]], full: Candidate) -
             "" if one["budget"] is None else str(one["budget"]),
             f"{one['of_full']:.0%}",
             f"{one['reads_of_full']:.0%}",
-            f"{one['quality']:.3f}",
+            "" if one["quality"] is None else f"{one['quality']:.3f}",
             f"{one['low']:.2f}-{one['high']:.2f}" if one["samples"] else "",
             str(one["samples"] or ""),
             "take" if one["chosen"] else "*" if one["frontier"] else "",
@@ -189,16 +190,20 @@ def _print(search: Search, told: Sequence[Mapping[str, Any]], full: Candidate) -
         "*: nothing is better in cache, reads or quality without being worse in another.",
         markup=False,
     )
+    if search.grid:
+        notes.print(f"{search.cells} of the {search.grid} answers of all candidates were needed: what has no quality is dearer.", markup=False)
     if search.full:
         notes.print("full itself: " + ", ".join(f"{name} {score:.2f}" for name, score in search.full.items()) + ".", markup=False)
 
 
-def _say(search: Search, chosen: Candidate, full: Candidate, finalists: Sequence[Candidate], build: str | None, plot: Path | None) -> None:
+def _say(search: Search, chosen: Candidate, full: Candidate, within: Sequence[Candidate], build: str | None, plot: Path | None) -> None:
     floor, of = search.goal.floor, search.found[chosen.subject.key]
-    if chosen is full and not finalists:
+    from trtkv.tune.race import nearest
+
+    if chosen is full and not within:
         notes.print("full is within the limits, and nothing answers better.", markup=False)
     elif chosen is full:
-        best = max(finalists, key=lambda one: search.found[one.subject.key].value)
+        best = nearest(within, search.found)
         notes.print(f"Nothing tried is good enough; '{best.name}' comes nearest with {search.found[best.subject.key].value:.3f}.", markup=False)
     elif floor is not None and of.low < floor:
         notes.print(f"{of.samples} samples leave open whether it reaches {floor}: --samples {4 * of.samples} says more.", markup=False)

@@ -18,6 +18,7 @@ from trtkv.runtime.llm import LLM
 
 FIGURES = ("agreement", "kl", "nll", "full_nll")
 KNOWN_BYTES = 2**29  # of full's predictions that stay for the next policy
+Known = dict[tuple[tuple[int, ...], ...], list[Tensor]]  # tokens of a part's texts: full's log probabilities
 
 
 class Agreement(Perplexity):
@@ -31,22 +32,22 @@ class Agreement(Perplexity):
 
     def __init__(self, options: TaskOptions, name: str = "agreement") -> None:
         super().__init__(options, name)
-        self._last: tuple[ReferenceType[LLM], Sequence[Given], dict[int, list[Tensor]]] | None = None
+        self._last: tuple[ReferenceType[LLM], tuple[int, int, int], Known] | None = None
 
     def measure(self, bench: Bench) -> Mapping[str, float]:
-        """Run both over the ends of `samples` windows; full's predictions are those of the cell before where that had the same windows."""
-        full, texts = bench.full(), windows(bench.llm, self._options, bench.length, bench.samples, bench.seed)
-        if self._last is None or self._last[0]() is not full or self._last[1] != texts:
-            self._last = ref(full), texts, {}
+        """Run both over the ends of `samples` windows; full's predictions are those of cells before where these had the same windows."""
+        place = bench.length, bench.samples, bench.seed
+        full, texts = bench.full(), windows(bench.llm, self._options, *place, bench.pick)
+        if self._last is None or self._last[0]() is not full or self._last[1] != place:
+            self._last = ref(full), place, {}
         return compare(bench.llm, full, texts, bench.report, self._last[2])
 
 
-def compare(llm: LLM, full: LLM, texts: Sequence[Given], report: Report = silent, known: dict[int, list[Tensor]] | None = None) -> dict[str, float]:
+def compare(llm: LLM, full: LLM, texts: Sequence[Given], report: Report = silent, known: Known | None = None) -> dict[str, float]:
     """Compare two engines' predictions after the prompts of texts: agreement, kl, nll, full_nll, with standard errors over texts.
 
-    Texts are taken as many at a time as the engine takes sequences, so that only their predictions by full are in memory; some of them stay in known
-    (the first text of a part: full's log probabilities), which takes them from there, too. Raises ConfigError when the two engines do not share a
-    vocabulary.
+    Texts are taken as many at a time as the engine takes sequences, so that only their predictions by full are in memory; some of them stay in known,
+    from where they are taken, too. Raises ConfigError when the two engines do not share a vocabulary.
     """
     sizes = [one.engine.manifest.model.vocab_size for one in (llm, full)]
     if sizes[0] != sizes[1]:
@@ -55,9 +56,10 @@ def compare(llm: LLM, full: LLM, texts: Sequence[Given], report: Report = silent
     known = {} if known is None else known
     for start in range(0, len(texts), batch):
         part = texts[start : start + batch]
-        wanted = known.get(start) or forced_logprobs(full, part)[0]
-        if start not in known and sum(one.nbytes for kept in (*known.values(), wanted) for one in kept) <= KNOWN_BYTES:
-            known[start] = wanted
+        tokens = tuple(tuple(one.tokens) for one in part)
+        wanted = known.get(tokens) or forced_logprobs(full, part)[0]
+        if tokens not in known and sum(one.nbytes for kept in (*known.values(), wanted) for one in kept) <= KNOWN_BYTES:
+            known[tokens] = wanted
         found, one = _against(llm, part, wanted)
         rows += found
         cost.add(one)

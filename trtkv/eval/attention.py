@@ -66,7 +66,7 @@ class AttentionError(Perplexity):
             problem = f"the task '{self.name}' replays layer by layer, and policy '{plan.policy}' has the model repeat prompts"
             raise ConfigError(problem, "Choose another task, such as agreement.")
         policy = policy_of(plan)
-        texts = windows(bench.llm, self._options, bench.length, bench.samples, bench.seed)
+        texts = windows(bench.llm, self._options, bench.length, bench.samples, bench.seed, bench.pick)
         errors, recalls, covered = (torch.zeros(len(texts), plan.num_layers, dtype=torch.float64) for _ in range(3))
         stored = read = 0.0
         for index, text in enumerate(texts):

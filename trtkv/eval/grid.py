@@ -31,7 +31,7 @@ class TaskSpec:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One figure to find."""
+    """One figure to find; pick names the samples that count, of all that are built, where not all do."""
 
     subject: Subject
     task: TaskSpec
@@ -39,6 +39,7 @@ class Cell:
     samples: int
     seed: int
     scoring: Scoring = "generate"
+    pick: tuple[int, ...] = ()
 
     @property
     def about(self) -> dict[str, Any]:
@@ -59,6 +60,7 @@ class Cell:
             "dtype": one.source.config.dtype,
             "chunk_tokens": one.chunk_tokens,
             **one.identity,
+            **({"pick": list(self.pick)} if self.pick else {}),
         }
 
     @property
@@ -69,7 +71,7 @@ class Cell:
     @property
     def weight(self) -> int:
         """Roughly how much work it is, for progress: tokens."""
-        return self.length * self.samples
+        return self.length * (len(self.pick) or self.samples)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,26 +26,27 @@ def scored_tokens(length: int) -> int:
     return max(1, min(SCORED, length // 4))
 
 
-def windows(llm: LLM, options: TaskOptions, length: int, samples: int, seed: int) -> list[Given]:
+def windows(llm: LLM, options: TaskOptions, length: int, samples: int, seed: int, pick: Sequence[int] = ()) -> list[Given]:
     """Cut consecutive windows of `length` tokens from a text, or from Python's documentation at a place that the seed chooses.
 
-    Raises ConfigError for a text that is shorter than one window; fewer windows than samples come of one that ends early.
+    pick: which of them are returned, all where it is empty. Raises ConfigError for a text that is shorter than one window; fewer windows than samples
+    come of one that ends early.
     """
     step, data = scored_tokens(length), options.data
     if data is None:
-        return cut(_own_text(llm, length + (samples - 1) * step, seed), length, samples, "Python's documentation")
-    return cut(llm.encode(read_text(data))[options.skip * step :], length, samples, str(data))
+        return cut(_own_text(llm, length + (samples - 1) * step, seed), length, samples, "Python's documentation", pick)
+    return cut(llm.encode(read_text(data)), length, samples, str(data), pick)
 
 
-def cut(tokens: Sequence[int], length: int, samples: int, name: str) -> list[Given]:
-    """Cut consecutive windows from the start of a text of that name; raises ConfigError where it is shorter than one."""
+def cut(tokens: Sequence[int], length: int, samples: int, name: str, pick: Sequence[int] = ()) -> list[Given]:
+    """Cut consecutive windows, or those that pick numbers, from the start of a text of that name; raises ConfigError where it is shorter than one."""
     if length < 2:
         raise ConfigError(f"a window of {length} tokens predicts nothing", "Give at least --length 2.")
     if len(tokens) < length:
         raise ConfigError(f"'{name}' has {len(tokens)} tokens, a window takes {length}", "Give a longer text or a lower --length.")
     step = scored_tokens(length)
     starts = range(0, min(len(tokens), length + (samples - 1) * step) - length + 1, step)
-    return [Given(tokens[start : start + length], length - step) for start in starts]
+    return [Given(tokens[start : start + length], length - step) for start in ([starts[index] for index in pick] or starts)]
 
 
 def _own_text(llm: LLM, num_tokens: int, seed: int) -> list[int]:
@@ -79,7 +80,7 @@ class Perplexity(TextTask):
 
     def measure(self, bench: Bench) -> Mapping[str, float]:
         """Score the ends of `samples` windows."""
-        texts = windows(bench.llm, self._options, bench.length, bench.samples, bench.seed)
+        texts = windows(bench.llm, self._options, bench.length, bench.samples, bench.seed, bench.pick)
         found = follow(bench.llm, texts, bench.report)
         return {**loss_figures(found.losses), **found.cost.figures()}
 

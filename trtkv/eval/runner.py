@@ -64,7 +64,7 @@ class Runner:
         def full() -> LLM:
             return llm if cell.subject.is_reference else self._opened("full", cell.subject.reference())
 
-        return Outcome(task.measure(Bench(llm, full, cell.length, cell.samples, cell.seed, self.setup.batch, report)))
+        return Outcome(task.measure(Bench(llm, full, cell.length, cell.samples, cell.seed, self.setup.batch, report, cell.pick)))
 
     def _opened(self, place: str, subject: Subject) -> LLM:
         key, llm = self._open.get(place, ("", None))

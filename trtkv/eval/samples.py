@@ -37,7 +37,8 @@ class SampleMaker:
         key = (path, cell.task, cell.length, cell.samples, cell.seed)
         if key not in self._samples:
             self._samples[key] = self._build(cell, self._tokenizer(path))
-        return self._samples[key]
+        built = self._samples[key]
+        return [built[index] for index in cell.pick] if cell.pick else built
 
     def count(self, subject: Subject, text: str) -> int:
         """Return a text's tokens."""

@@ -47,21 +47,17 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class TaskOptions:
-    """What a user may say about tasks: data is the file that a task reads, None where it needs none or has its own default.
-
-    skip: windows of that file that are left out before those of a text task, which others measure.
-    """
+    """What a user may say about tasks: data is the file that a task reads, None where it needs none or has its own default."""
 
     data: Path | None = None
-    skip: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
     """What a TextTask measures: llm is the opened engine of the cell, full opens the same model without a policy (once; cached for later cells).
 
-    length is the tokens of a sequence, prompt and answer together, and never beyond the engine's; samples the number of texts, batch the sequences
-    at once; report takes the fraction that is done.
+    length is the tokens of a sequence, prompt and answer together, and never beyond the engine's; samples the number of texts, pick those of them
+    that are measured, all where it is empty; batch the sequences at once; report takes the fraction that is done.
     """
 
     llm: LLM
@@ -71,6 +67,7 @@ class Bench:
     seed: int
     batch: int = 1
     report: Callable[[float], None] = lambda fraction: None
+    pick: Sequence[int] = ()
 
 
 class Task(ABC):

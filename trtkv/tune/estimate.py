@@ -1,20 +1,22 @@
-"""How well a policy answers, from few samples: a mean with the uncertainty that they leave."""
+"""How well a policy answers, from few samples: a mean with the uncertainty that they leave, and when they say that it misses a floor."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import NormalDist
 
 Z = NormalDist().inv_cdf(0.95)  # of intervals that hold the true value in 90 of 100 cases
 ALIKE = 4.0  # tokens of one text err together: so many count as one where too few texts say how much they do
 ENOUGH = 8  # texts that say it
+ROUNDING = 1e-9  # of sums of losses
 
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """What samples lost against `full`: their number, the sum of their losses and of the squares, and the trials behind each (tokens of a text)."""
+    """What samples lost, each from 0 to 1: their number, the sums of losses and of squares, and the trials behind each (tokens of a text)."""
 
     samples: int = 0
     total: float = 0.0
@@ -31,6 +33,19 @@ class Losses:
         found = list(values)
         return Losses(len(found), sum(found), sum(value * value for value in found))
 
+    @property
+    def share(self) -> float:
+        """The probability of a loss if one more trial was lost than was, and one more was not (Laplace's rule of succession)."""
+        n = self.samples * self.trials
+        return (self.total * self.trials + 1) / (n + 2)
+
+    @property
+    def variance(self) -> float:
+        """The variance of a sample's loss: at least that of its trials with `share`, as few samples that agree by chance must not look certain."""
+        n = self.samples
+        least = self.share * (1 - self.share) / self.trials * (ALIKE if self.trials > 1 and n < ENOUGH else 1.0)
+        return max(least, (self.squares - self.total * self.total / n) / (n - 1) if n > 1 else 0.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
@@ -43,37 +58,48 @@ class Estimate:
     @property
     def low(self) -> float:
         """The interval's lower end."""
-        return self.value - Z * self.error
+        return max(0.0, self.value - Z * self.error)
 
     @property
     def high(self) -> float:
-        """The interval's upper end, which may be above 1 where a policy answered better than full."""
-        return self.value + Z * self.error
+        """The interval's upper end."""
+        return min(1.0, self.value + Z * self.error)
 
-    def reaches(self, floor: float) -> float:
-        """Return how probable it is that the true quality is at least so much."""
-        if self.error == 0:
-            return float(self.value >= floor)
-        return NormalDist().cdf((self.value - floor) / self.error)
+    def reaches(self, floor: float) -> bool:
+        """Whether the value is at least so much, but for rounding."""
+        return self.value >= floor - ROUNDING
 
 
 EXACT = Estimate(1.0, 0.0, 0)  # full against itself
 
 
 def estimate(losses: Losses) -> Estimate:
-    """Estimate a quality from losses.
-
-    Few samples that agree by chance must not look certain: the variance is at least that of as many right and wrong trials with one more of each
-    (Laplace's rule of succession).
-    """
-    n, trials = losses.samples, losses.trials
-    mean = losses.total / n
-    share = (min(1.0, max(0.0, mean)) * n * trials + 1) / (n * trials + 2)
-    least = share * (1 - share) / trials * (ALIKE if trials > 1 and n < ENOUGH else 1.0)
-    spread = (losses.squares - n * mean * mean) / (n - 1) if n > 1 else 0.0
-    return Estimate(1 - mean, math.sqrt(max(least, spread) / n), n)
+    """Estimate a quality from losses."""
+    return Estimate(1 - losses.total / losses.samples, math.sqrt(losses.variance / losses.samples), losses.samples)
 
 
 def worst(estimates: Iterable[Estimate]) -> Estimate:
     """Return the estimate of the task in which a policy is worst."""
     return min(estimates, key=lambda one: (one.value, -one.error))
+
+
+@lru_cache(1 << 14)
+def against(losses: Losses, samples: int, floor: float) -> float:
+    """Return how much likelier losses are where all samples together miss a floor, by as much as may be, than where they just keep it.
+
+    losses: of some of the samples, drawn at random. A ratio of likelihoods of draws without replacement: whatever keeps the floor has a ratio of x or
+    more, at any time while samples are drawn, with a probability of at most 1/x (Ville's inequality; Waudby-Smith and Ramdas, "Confidence sequences
+    for sampling without replacement", arXiv 2006.04347). Tokens of a text count as so many independent trials as have the variance of its loss.
+    """
+    trials = 1.0 if losses.trials == 1 else losses.share * (1 - losses.share) / losses.variance
+    every, seen, lost = round(samples * trials), round(losses.samples * trials), math.floor(losses.total * trials + ROUNDING)
+    allowed = math.floor((1 - floor) * every + ROUNDING)
+    if lost * every <= allowed * seen or losses.trials > 1 >= losses.samples:  # one text does not say how much texts differ
+        return 0.0
+    if lost > allowed:
+        return math.inf
+    ratio, together = 1.0, 0.0  # of the likelihood of so many losses in all to that of the allowed ones; their sum
+    for total in range(allowed + 1, every - seen + lost + 1):
+        ratio *= total / (total - lost) * (1 - (seen - lost) / (every - total + 1))
+        together += ratio
+    return together / (every - allowed)

@@ -1,81 +1,74 @@
-"""Measures candidates round by round: the cells of `trtkv eval`, whose results a directory keeps, so that an interrupted search goes on."""
+"""Measures what a race asks for: cells of `trtkv eval`, whose results a directory keeps, so that an interrupted search goes on."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trtkv.errors import ConfigError
 from trtkv.eval.files import read_text
 from trtkv.eval.grid import Cell, Scoring, TaskSpec
-from trtkv.eval.jobs import run_cells
+from trtkv.eval.jobs import run_cells, work_through
 from trtkv.eval.opened import Setup
 from trtkv.eval.perplexity import scored_tokens
 from trtkv.eval.results import Results
+from trtkv.eval.runner import Runner
 from trtkv.eval.samples import SampleMaker
 from trtkv.eval.task import AnswerTask
 from trtkv.tune.candidates import Candidate
 from trtkv.tune.estimate import EXACT, Estimate, Losses
-from trtkv.tune.race import Goal, race
+from trtkv.tune.race import Goal, Race, Step
 
 TEXT = "agreement"  # the task of a text: does a policy choose the next tokens that full chooses?
-Bar = Callable[[str, int, int], None]  # what is going on, tokens done, tokens in all
+WINDOWS = 2  # of a text that are measured at once: one does not say how much windows differ
+Bar = Callable[[str, float, int], None]  # what is going on, how much is done, of how much
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What quality means to a user: tasks at a length, so many samples of each for the finalists, found and scored as `trtkv eval` does.
-
-    spare: windows that a text has beyond those that are measured, which lie between them.
-    """
+    """What quality means to a user: tasks at a length, so many samples of each for the finalists, found and scored as `trtkv eval` does."""
 
     tasks: tuple[TaskSpec, ...]
     length: int
     samples: int
     seed: int = 0
     scoring: Scoring = "generate"
-    spare: int = 0
-
-    def checked(self, maker: SampleMaker, full: Candidate) -> Question:
-        """Return the question with no more samples than a text has windows.
-
-        Raises ConfigError where a task has no answers to compare, or a text or task does not fit into the length.
-        """
-        samples, windows = self.samples, self.samples
-        for spec in self.tasks:
-            if isinstance(maker.task(spec), AnswerTask):
-                maker.samples(self.cells(spec, [full], 0, 1)[0])
-            elif spec.name != TEXT:
-                raise ConfigError(
-                    f"the task '{spec.name}' does not say how much a policy loses against full", "Name a task with answers, or a --text."
-                )
-            elif spec.options.data is not None:
-                windows = _windows(maker, full, spec.options.data, self.length)
-                samples = min(samples, windows)
-        return replace(self, samples=samples, spare=max(0, windows - samples))
-
-    def cells(self, spec: TaskSpec, field: Sequence[Candidate], done: int, new: int) -> list[Cell]:
-        """Return cells of so many samples that no round before, with `done` samples together, has had."""
-        if spec.options.data is not None and spec.name == TEXT:
-            skip = done + self.spare * done // self.samples
-            spec = replace(spec, options=replace(spec.options, skip=skip), identity=f"{spec.identity} after {skip}")
-        return [Cell(one.subject, spec, self.length, new, self.seed + done, self.scoring) for one in field]
 
 
-def _windows(maker: SampleMaker, full: Candidate, text: Path, length: int) -> int:
-    """Return how many windows a text has; raises ConfigError where it is shorter than one."""
-    found = maker.count(full.subject, read_text(text))
-    if found < length:
-        raise ConfigError(f"'{text}' has {found} tokens, fewer than the context of {length}", "Give a longer --text or a lower --context.")
-    return 1 + (found - length) // scored_tokens(length)
+@dataclass(slots=True)
+class Pool:
+    """The samples of one task, in random order: the cell of full that has them all, their numbers there, and what full scores in each.
+
+    Where full is wrong nothing can be lost: such samples leave the pool once full has answered. A text has no scores.
+    """
+
+    whole: Cell
+    order: list[int]
+    scores: dict[int, float] = field(default_factory=dict)
+
+    def cell(self, one: Candidate, start: int, stop: int) -> Cell:
+        """Return the cell of a candidate and some of the samples."""
+        cell = self.whole
+        return Cell(one.subject, cell.task, cell.length, cell.samples, cell.seed, cell.scoring, tuple(self.order[start:stop]))
+
+    def lost(self, record: Mapping[str, Any]) -> Losses:
+        """Return what a cell lost: the shares of full's scores that are gone, or of the next tokens that are not full's."""
+        if self.scores:
+            return Losses.of(1 - min(1.0, one["score"] / self.scores[index]) for index, one in zip(record["pick"], record["answers"], strict=True))
+        figures, n = record["figures"], len(record["pick"])
+        mean, error = 1 - figures["agreement"], figures["agreement_error"]
+        return Losses(n, n * mean, n * mean * mean + n * (n - 1) * error * error, scored_tokens(record["length"]))
 
 
 @dataclass(slots=True)
 class Search:
-    """One search: `found` are the estimates of all candidates by key, `full` what the model itself scores in each task with answers."""
+    """One search: `found` are the estimates of the candidates that were measured, by key, `full` what the model itself scores in tasks with answers.
+
+    cells: answers to one sample that the search took, full's among them; grid: those that measuring everything takes.
+    """
 
     question: Question
     goal: Goal
@@ -86,55 +79,86 @@ class Search:
     found: dict[str, Estimate] = field(default_factory=dict)
     full: dict[str, float] = field(default_factory=dict)
     cells: int = 0
+    grid: int = 0
 
     def run(self, full: Candidate, field: Sequence[Candidate], bar: Bar) -> list[Candidate]:
-        """Measure until few candidates are left, and return those, which have had all samples. Ctrl-C loses the cells that were running."""
+        """Measure until the choice is certain, and return the candidates that may be it. Ctrl-C loses the cells that were running.
+
+        Raises ConfigError where a task has no answers to compare, full answers nothing right, or a text or task does not fit into the length.
+        """
         self.found[full.subject.key] = EXACT
         if not field:
             return []
-        self.question = self.question.checked(self.maker, full)
-        samples, scores = self.question.samples, dict[str, list[float]]()
+        runner = Runner(self.setup, self.maker)
+        pools = [self._pool(spec, full) for spec in self.question.tasks]
+        self.grid = sum(len(pool.order) * (len(field) + self._answers(pool)) for pool in pools)
+        self._ask_full(full, [pool for pool in pools if self._answers(pool)], runner, bar)
+        pools = [pool for pool in pools if pool.order]
+        if not pools:
+            raise ConfigError(
+                f"full answers none of the {self.question.samples} samples right, so nothing can be lost", "Name an easier --task, or give a --text."
+            )
 
-        def measure(left: Sequence[Candidate], done: int, new: int) -> dict[str, list[Losses]]:
-            named = f"samples {done + 1} to {done + new} of {samples}, {len(left)} of {len(field)} candidates"
-            losses: dict[str, list[Losses]] = {one.subject.key: [] for one in left}
-            for spec in self.question.tasks:
-                records = self._measure(spec, full, left, done, new, partial(bar, named))
-                reference = records.get(full.subject.key)
-                if reference is not None:
-                    scores.setdefault(spec.name, []).extend(one["score"] for one in reference["answers"])
-                for key, those in losses.items():
-                    those.append(lost(records[key], reference))
-            return losses
+        def measure(steps: Sequence[Step]) -> list[Losses]:
+            one, cells = steps[0].one, [pools[step.task].cell(step.one, step.done, step.done + step.new) for step in steps]
+            named = f"{one.name}, {cells[0].task.name} from sample {steps[0].done + 1} of {len(pools[steps[0].task].order)}"
+            told = len(self.found) - 1
+            records = self._run(cells, runner, lambda share: bar(named, min(len(field), told + share), len(field)))
+            return [pools[step.task].lost(record) for step, record in zip(steps, records, strict=True)]
 
-        left = race(self.goal, field, samples, measure, self.found)
-        self.full = {name: sum(values) / len(values) for name, values in scores.items()}
-        return left
+        sizes, least = [len(pool.order) for pool in pools], [1 if pool.scores else WINDOWS for pool in pools]
+        return Race(self.goal, field, sizes, least, measure, self.found, self.jobs).run()
 
-    def _measure(
-        self, spec: TaskSpec, full: Candidate, field: Sequence[Candidate], done: int, new: int, bar: Callable[[int, int], None]
-    ) -> dict[str, Mapping[str, Any]]:
-        """Run the cells that no results have yet; return the records by the subject's key."""
-        answers = isinstance(self.maker.task(spec), AnswerTask)
-        cells = self.question.cells(spec, [full, *field] if answers else list(field), done, new)
-        shares = dict.fromkeys((cell.key for cell in cells), 0.0)
-        weight = {cell.key: cell.weight for cell in cells}
+    def _answers(self, pool: Pool) -> bool:
+        return isinstance(self.maker.task(pool.whole.task), AnswerTask)
 
-        def report(key: str, share: float) -> None:
+    def _pool(self, spec: TaskSpec, full: Candidate) -> Pool:
+        asked = self.question
+        cell = Cell(full.subject, spec, asked.length, asked.samples, asked.seed, asked.scoring)
+        if isinstance(self.maker.task(spec), AnswerTask):
+            there = len(self.maker.samples(cell))
+        elif spec.name != TEXT:
+            raise ConfigError(f"the task '{spec.name}' does not say how much a policy loses against full", "Name a task with answers, or a --text.")
+        elif spec.options.data is not None:
+            there = _windows(self.maker, full, spec.options.data, asked.length)
+            cell = Cell(full.subject, spec, asked.length, there, asked.seed, asked.scoring)
+        else:
+            there = asked.samples
+        return Pool(cell, random.Random(asked.seed).sample(range(there), min(there, asked.samples)))
+
+    def _ask_full(self, full: Candidate, pools: Sequence[Pool], runner: Runner, bar: Bar) -> None:
+        """Have full answer every sample, and leave those in the pools that it gets right."""
+        size = self.setup.batch
+        places = [(pool, start) for pool in pools for start in range(0, len(pool.order), size)]
+        cells = [pool.cell(full, start, start + size) for pool, start in places]
+        records = self._run(cells, runner, lambda share: bar("full", share, 1))
+        for (pool, _), record in zip(places, records, strict=True):
+            pool.scores |= {index: one["score"] for index, one in zip(record["pick"], record["answers"], strict=True)}
+        for pool in pools:
+            self.full[pool.whole.task.name] = sum(pool.scores.values()) / len(pool.scores)
+            pool.order = [index for index in pool.order if pool.scores[index]]
+
+    def _run(self, cells: Sequence[Cell], runner: Runner, report: Callable[[float], None]) -> list[Mapping[str, Any]]:
+        """Run the cells that no results have yet; return their records."""
+        shares = {cell.key: 0.0 for cell in cells}
+
+        def progress(key: str, share: float) -> None:
             shares[key] = max(shares[key], share)
-            bar(round(sum(weight[one] * part for one, part in shares.items())), sum(weight.values()))
+            report(sum(shares.values()) / len(shares))
 
-        run_cells(cells, self.setup, self.directory, self.jobs, report, self.maker)
-        records = Results(self.directory).finished()
-        self.cells += len(cells)
-        return {cell.subject.key: records[cell.key] for cell in cells}
+        results = Results(self.directory)
+        if self.jobs > 1:
+            run_cells(cells, self.setup, self.directory, self.jobs, progress)
+        else:
+            work_through(cells, runner, results, progress)
+        self.cells += sum(len(cell.pick) for cell in cells)
+        found = results.finished()
+        return [found[cell.key] for cell in cells]
 
 
-def lost(record: Mapping[str, Any], full: Mapping[str, Any] | None) -> Losses:
-    """Return what a cell lost: right answers of full that became wrong (and the reverse), or next tokens that are not full's."""
-    if full is not None:
-        pairs = zip(record["answers"], full["answers"], strict=True)
-        return Losses.of(theirs["score"] - mine["score"] for mine, theirs in pairs)
-    figures, length = record["figures"], record["length"]
-    n, mean, error = record["samples"], 1 - figures["agreement"], figures["agreement_error"]
-    return Losses(n, n * mean, n * mean * mean + n * (n - 1) * error * error, scored_tokens(length))
+def _windows(maker: SampleMaker, full: Candidate, text: Path, length: int) -> int:
+    """Return how many windows a text has; raises ConfigError where it is shorter than one."""
+    found = maker.count(full.subject, read_text(text))
+    if found < length:
+        raise ConfigError(f"'{text}' has {found} tokens, fewer than the context of {length}", "Give a longer --text or a lower --context.")
+    return 1 + (found - length) // scored_tokens(length)

@@ -1,19 +1,18 @@
-"""Which candidates deserve more samples: all get a few, and those leave of which these say that they are not what the user wants."""
+"""Which candidates deserve more samples: the cheapest, until these say that they are not what the user wants."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from dataclasses import field as dataclass_field
+from itertools import islice, takewhile
 from typing import Literal
 
 from trtkv.tune.candidates import Candidate
-from trtkv.tune.estimate import Estimate, Losses, estimate, worst
+from trtkv.tune.estimate import Estimate, Losses, against, estimate, worst
 
-FIRST = 2  # samples that every candidate gets
-HOPELESS = 0.05  # chance of reaching the floor below which a candidate leaves
-BEATEN = 0.001  # chance that nothing smaller reaches it below which a candidate leaves
-# Candidates, samples that they have had and new ones: what each lost in every task on the new ones, by key.
-Measure = Callable[[Sequence[Candidate], int, int], Mapping[str, Sequence[Losses]]]
+WRONG = 0.05  # chance that a candidate leaves although it keeps the floor on all samples
+LESS = 8  # a step takes this part of the samples before it: at most an eighth more than needed, and an engine is opened less often
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,53 +48,107 @@ class Goal:
         return both if self.least == "cache" else both[::-1]
 
 
-def rounds(samples: int) -> list[int]:
-    """Return the new samples of each round, half as many as before, up to all."""
-    found = [min(FIRST, samples)]
-    while (done := sum(found)) < samples:
-        found.append(min(max(1, done // 2), samples - done))
-    return found
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What is measured next: a candidate on `new` samples of a task (its index) beyond the `done` ones that it has had."""
+
+    one: Candidate
+    task: int
+    done: int
+    new: int
 
 
-def race(goal: Goal, field: Sequence[Candidate], samples: int, measure: Measure, found: MutableMapping[str, Estimate]) -> list[Candidate]:
-    """Measure candidates until few are left, and return those, which have had all samples; the estimates of all go into found, by key."""
-    losses: dict[str, list[Losses]] = {}
-    left, done = list(field), 0
-    for new in rounds(samples):
-        left = survivors(goal, left, found) if done else left
-        for key, more in measure(left, done, new).items():
-            losses[key] = [sum(pair, Losses()) for pair in zip(losses.get(key, [Losses()] * len(more)), more, strict=True)]
-            found[key] = worst(map(estimate, losses[key]))
-        done += new
-    return left
+Measure = Callable[[Sequence[Step]], Sequence[Losses]]  # what was lost in each step
 
 
-def survivors(goal: Goal, field: Sequence[Candidate], found: Mapping[str, Estimate]) -> list[Candidate]:
-    """Return the candidates that are worth more samples; found are the estimates of all by key.
+@dataclass(slots=True)
+class Race:
+    """A search for the candidate that the whole grid would choose.
 
-    Those leave that hardly reach the floor, and those that something smaller surely makes superfluous. Without a floor it is what the best
-    probably reaches, and nothing is superfluous.
+    sizes: samples of each task; least: how many a step takes at least; width: candidates that are measured at once. With a floor the cheapest
+    candidates are measured first, and none that is dearer than one that has kept the floor on all samples; one leaves as soon as its losses say that
+    it misses the floor. Without, all are measured, and the floor is what the best probably reaches. found are the estimates of those that were
+    measured, by key.
     """
-    floor = goal.floor if goal.floor is not None else max(found[one.subject.key].value - found[one.subject.key].error for one in field)
-    left, none_yet = [], 1.0
-    for one in sorted(field, key=goal.size):
-        reaches = found[one.subject.key].reaches(floor)
-        if reaches >= HOPELESS and none_yet >= BEATEN:
-            left.append(one)
-        none_yet *= 1 - reaches if goal.floor is not None else 1
-    return left or [max(field, key=lambda one: found[one.subject.key].value)]
+
+    goal: Goal
+    field: Sequence[Candidate]
+    sizes: Sequence[int]
+    least: Sequence[int]
+    measure: Measure
+    found: MutableMapping[str, Estimate]
+    width: int = 1
+    losses: dict[str, list[Losses]] = dataclass_field(init=False)
+    together: list[Losses] = dataclass_field(init=False)
+
+    def __post_init__(self) -> None:
+        """Begin with no losses: of every candidate by key, and of all, in each task."""
+        self.losses = {one.subject.key: [Losses()] * len(self.sizes) for one in self.field}
+        self.together = [Losses()] * len(self.sizes)
+
+    def run(self) -> list[Candidate]:
+        """Measure until the choice is certain, and return the candidates that may be it, which have had all samples."""
+        left = sorted(self.field, key=self.goal.size)
+        while steps := self._steps(left):
+            for step, more in zip(steps, self.measure(steps), strict=True):
+                own = self.losses[step.one.subject.key]
+                own[step.task] += more
+                self.together[step.task] += more
+                self.found[step.one.subject.key] = worst(estimate(of) for of in own if of.samples)
+            floor = self._floor(left)
+            out = {step.one.subject.key for step in steps if self._misses(step.one, floor)}
+            left = [one for one in left if one.subject.key not in out]
+        return [one for one in left if self._complete(one)]
+
+    def _steps(self, left: Sequence[Candidate]) -> list[Step]:
+        """Return the next step of every candidate that is measured now."""
+        if self.goal.floor is None:
+            return [self._step(one) for one in left if not self._complete(one)]
+        first = takewhile(lambda one: not self._complete(one), left)
+        return [self._step(one) for one in islice(first, self.width)]
+
+    def _step(self, one: Candidate) -> Step:
+        """Choose the task in which the next sample is most likely lost: by a candidate's own losses, and one sample that loses what all did."""
+        own = self.losses[one.subject.key]
+
+        def likely(task: int) -> float:
+            return (own[task].total + self.together[task].share) / (own[task].samples + 1)
+
+        task = max((index for index, size in enumerate(self.sizes) if own[index].samples < size), key=likely)
+        done = own[task].samples
+        return Step(one, task, done, min(max(self.least[task], done // LESS), self.sizes[task] - done))
+
+    def _floor(self, left: Sequence[Candidate]) -> float:
+        if self.goal.floor is not None:
+            return self.goal.floor
+        known = [self.found[one.subject.key] for one in left if all(of.samples for of in self.losses[one.subject.key])]
+        return max((one.value - one.error for one in known), default=0.0)
+
+    def _misses(self, one: Candidate, floor: float) -> bool:
+        own = self.losses[one.subject.key]
+        if self._complete(one):
+            return self.goal.floor is not None and not self.found[one.subject.key].reaches(floor)
+        return any(against(of, size, floor) >= len(own) / WRONG for of, size in zip(own, self.sizes, strict=True))
+
+    def _complete(self, one: Candidate) -> bool:
+        return all(of.samples == size for of, size in zip(self.losses[one.subject.key], self.sizes, strict=True))
 
 
 def choose(goal: Goal, finalists: Sequence[Candidate], found: Mapping[str, Estimate]) -> Candidate | None:
     """Return what the user should take of the candidates with all samples; None where none reaches the floor."""
     if goal.floor is None:
         return min(finalists, key=lambda one: (-found[one.subject.key].value, goal.size(one)), default=None)
-    reaching = [one for one in finalists if found[one.subject.key].value >= goal.floor]
-    return min(reaching, key=goal.size, default=None)
+    return min((one for one in finalists if found[one.subject.key].reaches(goal.floor)), key=goal.size, default=None)
+
+
+def nearest(field: Sequence[Candidate], found: Mapping[str, Estimate]) -> Candidate:
+    """Return the candidate of the best quality; of several, the one that has shown it on most samples."""
+    return max((one for one in field if one.subject.key in found), key=lambda one: (found[one.subject.key].value, found[one.subject.key].samples))
 
 
 def frontier(goal: Goal, field: Sequence[Candidate], found: Mapping[str, Estimate]) -> list[Candidate]:
-    """Return the candidates, smallest first, of which none is better in one of quality, cache and bytes read without being worse in another."""
+    """Return the measured candidates, smallest first, of which none is better in quality, cache or bytes read without being worse in another."""
+    field = [one for one in field if one.subject.key in found]
     axes = {one.subject.key: (one.cost.cache_bytes, one.cost.read_bytes, -found[one.subject.key].value) for one in field}
 
     def beaten(mine: tuple[float, ...]) -> bool:

@@ -18,16 +18,19 @@ from trtkv.tune.race import Goal, frontier
 
 
 def rows(goal: Goal, field: Sequence[Candidate], found: Mapping[str, Estimate], full: Candidate, chosen: Candidate | None) -> list[dict[str, Any]]:
-    """Return every candidate as JSON-ready data, smallest first; frontier says that none is better in one respect without being worse in another."""
+    """Return every candidate as JSON-ready data, smallest first; frontier says that none is better in one respect without being worse in another.
+
+    What was not measured, as something cheaper is good enough, has no quality: None.
+    """
     best = {one.subject.key for one in frontier(goal, field, found)}
     told = []
     for one in sorted(field, key=goal.size):
-        of = found[one.subject.key]
+        of = found.get(one.subject.key)
         told.append({
             "policy": one.subject.policy.name, "budget": one.subject.budget, "set": list(one.subject.sets),
             "cache_bytes": one.cost.cache_bytes, "of_full": one.cost.cache_bytes / full.cost.cache_bytes, "memory_bytes": one.cost.memory_bytes,
             "read_bytes": one.cost.read_bytes, "reads_of_full": one.cost.read_bytes / full.cost.read_bytes, "tokens_read": one.cost.tokens_read,
-            "quality": of.value, "low": max(0.0, of.low), "high": min(1.0, of.high), "samples": of.samples,
+            "quality": of and of.value, "low": of and of.low, "high": of and of.high, "samples": of.samples if of else 0,
             "frontier": one.subject.key in best, "admitted": goal.admits(one), "chosen": chosen is not None and one.subject.key == chosen.subject.key,
         })  # fmt: skip
     return told
@@ -68,7 +71,7 @@ def draw(path: Path, told: Sequence[Mapping[str, Any]], floor: float | None) -> 
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, 2, sharey=True)
     for panel, cost, title in zip(panels, ("of_full", "reads_of_full"), ("cache, of full's bytes", "read in a step, of full's bytes"), strict=True):
-        for one in told:
+        for one in (one for one in told if one["quality"] is not None):
             colour = "C3" if one["chosen"] else "C0" if one["frontier"] else "0.7"
             low, high = one["quality"] - one["low"], max(0.0, one["high"] - one["quality"])
             panel.errorbar(100 * one[cost], one["quality"], yerr=[[max(0.0, low)], [high]], fmt="o", color=colour, markersize=4, linewidth=1)
