@@ -52,6 +52,27 @@ def test_a_task_is_compared_answer_by_answer(tiny_llama: TinyModel, capsys: Capt
     assert told["full"] == {"passkey": 0.0} and told["candidates"][0]["quality"] == 1, "what full gets wrong cannot be lost"
 
 
+def test_calibrated_shares_are_one_more_candidate(tiny_llama: TinyModel, here: Path, capsys: Capture) -> None:
+    """What is written builds, is evaluated as it was measured, and answers."""
+    words = ["--model", tiny_llama.path, "--context", 192, "--samples", 2, "--policy", "snapkv", "--budget", 48]
+    told = output(capsys, "tune", *words, "--calibrate", "--min-quality", 0, "--least", "cache")
+    both = [one for one in told["candidates"] if one["policy"] != "full"]
+    assert sorted(one["policy"] for one in both) == ["snapkv", "snapkv+calibrated"]
+    assert len(output(capsys, "tune", *words, "--min-quality", 0)["candidates"]) == 2
+    other = next(one for one in both if one["policy"] == "snapkv+calibrated")
+    least = min(both, key=lambda one: (one["cache_bytes"], one["read_bytes"]))
+    assert least["chosen"] and least is other, "rounding down leaves it a few tokens less"
+    text = (here / "tuned.toml").read_text()
+    assert 'role = "calibrated"' in text and "layers = [[" in text and "# snapkv+calibrated --budget 48" in text
+    assert call(*told["command"].split()[1:], "--backend", "none", "--out", "engine") == 0
+    manifest = read_manifest(here / "engine")
+    assert manifest.cache.storage == "per_head" and set(manifest.cache.roles) == {"allocate", "evict"}
+    found = output(capsys, "eval", "engine", "--task", "agreement", "--length", 192, "--samples", 2, "--output", "results")
+    assert found
+    planned = output(capsys, "plan", "--model", tiny_llama.path, "--policy", "tuned.toml", "--context", 192)
+    assert planned["plan_hash"] == manifest.cache.hash and planned["reserved_bytes"] == other["cache_bytes"]
+
+
 def test_the_table_fits_a_terminal(tiny_llama: TinyModel, capsys: Capture) -> None:
     out = printed(capsys, "tune", "--model", tiny_llama.path, *SMALL, "--min-quality", 0.5)
     assert max(map(len, out.splitlines()[:-1])) <= 80 and out.splitlines()[-1].startswith("trtkv build --model")
