@@ -22,7 +22,7 @@ from trtkv.tune.calibrate import calibrated, can_calibrate, rounded, shares_of, 
 from trtkv.tune.candidates import Candidate, candidates
 from trtkv.tune.measure import Question
 
-CONTEXT = 192
+CONTEXT = 320
 
 
 def seen(best: Sequence[Sequence[int]], tokens: int = 100, width: int = 16) -> Recorded:
