@@ -21,13 +21,13 @@ TOLERANCE = 2e-3  # of the mean, for shares that are written with a few digits
 
 
 class Calibrated(Allocate):
-    """Give layers and KV heads shares of the budget that are known beforehand.
+    """Give heads calibrated shares.
 
     layers: share of the mean budget, sink and window left out, of each layer, or a list of one for each of its KV heads; their mean is 1.
     """
 
     source: ClassVar[str] = "after AdaKV, arXiv 2407.11550"
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer, ...] = ()
 
     if not TYPE_CHECKING:  # what other roles declare for a class follows from the shares here
 
@@ -56,10 +56,12 @@ class Calibrated(Allocate):
     def check(self, policy: str) -> None:
         """Raise ConfigError for shares that are none, or whose mean is not 1."""
         where = f"allocate.layers of '{policy}'"
+        if not self.layers:
+            raise ConfigError(f"{where} has no shares", "Run trtkv tune --calibrate, which writes a policy's file with them.")
         for number, layer in enumerate(self.layers):
             if not _heads(layer) or not all(isfinite(share) and share >= 0 for share in _heads(layer)):
                 raise ConfigError(f"{where} gives layer {number} {_shown(layer)}", "Give a share from 0, or a list of one for each KV head.")
-        mean = float(np.mean([np.mean(_heads(layer)) for layer in self.layers])) if self.layers else 0.0
+        mean = float(np.mean([np.mean(_heads(layer)) for layer in self.layers]))
         if abs(mean - 1) > TOLERANCE:
             raise ConfigError(f"the shares in {where} have a mean of {mean:.4g}, not 1", "Divide each by it, or run trtkv tune --calibrate.")
 
