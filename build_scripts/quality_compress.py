@@ -216,7 +216,7 @@ def received(queries: Tensor, keys: Tensor, scale: float) -> tuple[Tensor, Tenso
 
 def coded(role: QuantizeRole, x: Tensor, part: Part, count: int) -> Tensor:
     """Return tokens [Hk, S, D] of which the first `count` are what their codes represent, except those that stay exact."""
-    first, own = role.exact_first, x[:, :count].half()
+    first, own = min(role.exact_first, count), x[:, :count].half()
     if not count:
         return x
     if part == "keys" and first:  # they do not widen the range of their group

@@ -107,6 +107,28 @@ def test_a_task_that_full_cannot_do_says_nothing(tiny_llama: TinyModel, here: Pa
     assert not (here / "tuned.toml").exists()
 
 
+def test_calibrated_shares_are_one_more_candidate(tiny_llama: TinyModel, here: Path, capsys: Capture) -> None:
+    """What is written builds, is evaluated as it was measured, and answers."""
+    words = ["--model", tiny_llama.path, "--context", 192, "--samples", 2, "--policy", "snapkv", "--budget", 48]
+    assert len(output(capsys, "tune", *words, "--min-quality", 0.01)["candidates"]) == 2
+    told = output(capsys, "tune", *words, "--calibrate", "--min-quality", 0.01, "--least", "reads")
+    both = [one for one in told["candidates"] if one["policy"] != "full"]
+    assert sorted(one["policy"] for one in both) == ["snapkv", "snapkv+calibrated"]
+    other = next(one for one in both if one["policy"] == "snapkv+calibrated")
+    least = min(both, key=lambda one: one["read_bytes"])
+    assert least["chosen"] and least is other, "rounding down leaves it a few tokens less"
+    text = (here / "tuned.toml").read_text()
+    assert 'role = "calibrated"' in text and "layers = [[" in text and "# snapkv+calibrated --budget 48" in text
+    assert call(*told["command"].split()[1:], "--backend", "none", "--out", "engine") == 0
+    manifest = read_manifest(here / "engine")
+    assert manifest.cache.storage == "per_head" and set(manifest.cache.roles) == {"allocate", "evict"}
+    assert call("eval", "engine", "--task", "agreement", "--length", 192, "--samples", 2, "--batch", 1, "--output", "results") == 0
+    agreed = [one["figures"]["agreement"] for one in Results(here / "results").finished().values() if one["policy"] == "tuned"]
+    assert agreed == [pytest.approx(other["quality"])]
+    planned = output(capsys, "plan", "--model", tiny_llama.path, "--policy", "tuned.toml", "--context", 192)
+    assert planned["plan_hash"] == manifest.cache.hash and planned["reserved_bytes"] == other["cache_bytes"]
+
+
 def test_the_table_fits_a_terminal(tiny_llama: TinyModel, capsys: Capture) -> None:
     out = printed(capsys, "tune", "--model", tiny_llama.path, *SMALL, "--min-quality", 0.5)
     assert max(map(len, out.splitlines()[:-1])) <= 80 and out.splitlines()[-1].startswith("trtkv build --model")

@@ -16,9 +16,11 @@ from tests.runtime.test_policies import generate, prompts
 from tests.test_predict import MODEL
 from tests.tiny import Rig, TinyModel, make_rig
 from trtkv.config import Limits
+from trtkv.policies.allocate.calibrated import Calibrated
 from trtkv.policies.schedule import trajectory
 
-COMPACTING = [name for name in PRESETS if small(name).plan(MODEL).storage == "compacted"]
+CALIBRATED = small("snapkv").model_copy(update={"allocate": Calibrated(layers=(1.5, (0.4, 0.4), 1.1))})
+POLICIES = {name: small(name) for name in PRESETS if small(name).plan(MODEL).storage == "compacted"} | {"calibrated layers": CALIBRATED}
 STEPS = 60
 
 
@@ -35,9 +37,9 @@ def kept(rig: Rig, layer: int, slot: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("chunk", [512, 37])
-@pytest.mark.parametrize("name", COMPACTING)
+@pytest.mark.parametrize("name", POLICIES)
 def test_pages_keep_what_the_definition_keeps(name: str, chunk: int, tiny_llama: TinyModel, tmp_path: Path) -> None:
-    texts, policy, config = prompts(150, 61), small(name), tiny_llama.config
+    texts, policy, config = prompts(150, 61), POLICIES[name], tiny_llama.config
     paged, held = (make_rig(tiny_llama, policy, tmp_path, slots=2, by_definition=one) for one in (False, True))
     layers = [trajectory(policy, 150, STEPS, num_kv_heads=2, layer=layer, num_layers=config.num_layers) for layer in range(config.num_layers)]
     cache, token = paged.cache, 2 * config.head_dim * 4

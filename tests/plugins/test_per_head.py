@@ -31,12 +31,14 @@ from tests.runtime.test_policies import generate, prompts
 from tests.test_predict import MODEL
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.config import Limits
+from trtkv.policies.allocate.calibrated import Calibrated
 from trtkv.policies.base import Grants
 from trtkv.policies.policy import Policy
 from trtkv.policies.schedule import trajectory
 from trtkv.runtime.rows import StepRow
 
 HEADS = "[[0, 1], [2, 0]]"
+CALIBRATED = Calibrated(layers=((1.4, 0.2), 0.9, (0.3, 2.3)))
 POLICIES = {
     "razor": small("razor"),
     "named heads": small("razor").with_field("allocate.heads", HEADS),
@@ -50,6 +52,8 @@ POLICIES = {
     "razor, snapkv": Policy(name="c", allocate=small("razor").allocate, evict=small("snapkv").evict),
     "shares, snapkv": Policy(name="d", allocate=Shares(), evict=small("snapkv").evict),
     "shares, h2o": Policy(name="e", allocate=Shares(), evict=small("h2o").evict),
+    "calibrated, snapkv": Policy(name="i", allocate=CALIBRATED, evict=small("snapkv").evict),
+    "calibrated, h2o": Policy(name="j", allocate=CALIBRATED, evict=small("h2o").evict),
     "shares, streaming": Policy(name="f", allocate=Shares(), evict=small("streaming").evict),
 }
 STEPS = 60

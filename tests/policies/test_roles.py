@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,10 +17,11 @@ from tests.examples import examples
 from tests.policies.cases import PRESETS, small, tensors, view_of
 from tests.test_predict import MODEL
 from trtkv.config import Rope
-from trtkv.errors import ConfigError
+from trtkv.errors import ConfigError, PolicyConflict
 from trtkv.plan import CacheView, Occupancy
-from trtkv.policies.base import UNLIMITED
+from trtkv.policies.base import UNLIMITED, Ask
 from trtkv.policies.budgeted import Budgeted
+from trtkv.policies.policy import make_role
 from trtkv.policies.registry import parse_policy, role_class
 from trtkv.ranking import attention, best, span
 from trtkv.simulation import simulate
@@ -273,6 +276,67 @@ def test_adakv_gives_more_to_heads_whose_tokens_score_higher() -> None:
     allocate = role_class("allocate", "adakv")(safeguard=0.0)
     assert evict.grants(allocate, 1, 4, 40, share(0.0)[None]).tokens == ((5, 40, 10, 5),)
     assert evict.grants(allocate, 2, 4, 40, torch.ones(2, 4)).tokens == ((15,) * 4,) * 2
+
+
+@given(
+    shares=st.lists(st.lists(st.floats(0.01, 9.0), min_size=3, max_size=3), min_size=1, max_size=5),
+    free=st.integers(1, 400),
+    prompt=st.integers(8, 900),
+)
+@examples(60)
+def test_calibrated_budgets_are_the_shares_of_the_mean(shares: list[list[float]], free: int, prompt: int) -> None:
+    mean = float(np.mean(shares))
+    layers = tuple(tuple(one / mean for one in layer) for layer in shares)
+    granted = role_class("allocate", "calibrated")(layers=layers).budgets(Ask(len(layers), 3, free, 8, prompt), None)
+    total, room = granted.size * free, prompt - 8
+    assert total - granted.size <= granted.sum() <= total, "as much as without shares, but for what is rounded down"
+    if free < room:
+        assert granted.max() <= room, "no head is given tokens that a prompt has not"
+    if granted.max() < room - 1 or free >= room:
+        assert np.array_equal(granted, (np.array(layers) * free + 1e-6).astype(np.int64))
+    order = np.argsort(np.array(layers).flatten(), kind="stable")
+    assert (np.diff(granted.flatten()[order]) >= 0).all(), "who has the greater share is given no less"
+
+
+def test_calibrated_layers_stay_in_pages_and_codes() -> None:
+    """Heads of one layer alike need no lengths of their own, whether as numbers or lists; all shares 1 are as no role at all."""
+    snapkv, cls = parse_policy("snapkv", budget=132), role_class("allocate", "calibrated")
+    by_layer, listed = cls(layers=(1.5, 0.5)), cls(layers=((1.5, 1.5), (0.5, 0.5)))
+    by_head = cls(layers=((1.5, 0.5), 1.0))
+    assert snapkv.evict.grants(by_layer, 2, 2, 1000).tokens == snapkv.evict.grants(listed, 2, 2, 1000).tokens == ((182, 182), (82, 82))
+    assert snapkv.evict.grants(by_head, 2, 2, 1000).tokens == ((182, 82), (132, 132))
+    assert snapkv.evict.grants(cls(layers=(1, 1)), 2, 2, 1000) == snapkv.evict.grants(None, 2, 2, 1000)
+    assert not by_layer.joins_heads and not listed.joins_heads and by_head.joins_heads and not by_head.measured
+    model = MODEL.model_copy(update={"num_layers": 2, "num_kv_heads": 2})
+    for role, plain, coded in ((by_layer, "compacted", "once"), (listed, "compacted", "once"), (by_head, "per_head", "reference")):
+        assert snapkv.model_copy(update={"allocate": role}).plan(model).storage == plain
+        assert parse_policy("balanced").model_copy(update={"allocate": role}).plan(model).storage == coded
+    with pytest.raises(PolicyConflict, match="equally many tokens in every KV head"):
+        parse_policy("snapkv+quest").model_copy(update={"allocate": by_head}).check()
+    with pytest.raises(ConfigError, match="shared out over 2 GPUs"):
+        snapkv.model_copy(update={"allocate": by_head}).check_parts(2)
+
+
+@pytest.mark.parametrize(
+    ("layers", "said"),
+    [
+        ([1.0, 1.0, 1.0], "has 3 layers, and the policy acts on 2"),
+        ([1.0, [1.0, 1.0, 1.0]], "has 3 KV heads in layer 1, and the model has 2"),
+        ([[1.5, 0.5], [2.0, -0.0001]], "gives layer 1 [2.0, -0.0001]"),
+        ([1.0, []], "gives layer 1 []"),
+        ([2.0, float("nan")], "gives layer 1 nan"),
+        ([1.2, 1.0], "a mean of 1.1, not 1"),
+        ([], "has no shares"),
+        ([1.0, "much"], "allocate.layers = much"),
+        (None, "has no shares"),
+    ],
+)
+def test_a_calibration_that_is_none_or_of_another_model(layers: list[object] | None, said: str) -> None:
+    fields = {} if layers is None else {"layers": layers}
+    with pytest.raises(ConfigError, match=re.escape(said)) as raised:
+        role = make_role(role_class("allocate", "calibrated"), fields, "mine")
+        parse_policy("snapkv").model_copy(update={"allocate": role}).plan(MODEL.model_copy(update={"num_layers": 2, "num_kv_heads": 2}))
+    assert "\n" not in str(raised.value)
 
 
 def test_qhitter_prefers_tokens_that_quantize_well() -> None:

@@ -45,6 +45,7 @@ def tune(
     policy: list[str] | None = None,
     budget: list[str] | None = None,
     settings: Annotated[list[str] | None, Parameter(name="--set")] = None,
+    calibrate: bool = False,
     samples: Count = 32,
     seed: Seed = 0,
     weights: str | None = None,
@@ -78,6 +79,7 @@ def tune(
         policy: Policies to try, as for trtkv build; a selection by default.
         budget: Budgets to try, such as 256 or 11%; an eighth, a quarter and a half of the context by default.
         settings: Change one field of a role, as for trtkv eval.
+        calibrate: Try policies that evict also with shares of the budget for every layer and KV head that a few prompts say.
         samples: Windows of the text, or samples of each task, that the last candidates get.
         seed: Chooses the samples.
         weights: Checkpoint directory; the model's by default.
@@ -93,6 +95,7 @@ def tune(
     from trtkv.eval.opened import Setup
     from trtkv.eval.plot import check_plot
     from trtkv.eval.tasks import task_names
+    from trtkv.tune.calibrate import calibrated
     from trtkv.tune.candidates import candidates
     from trtkv.tune.measure import TEXT, Question, Search
     from trtkv.tune.race import choose, nearest
@@ -109,8 +112,11 @@ def tune(
     within = goal.worth(full, field)
     if not within and not goal.admits(full):
         raise _nothing_fits(goal, field or [full])
-    search = Search(Question(tuple(tasks), context, samples, seed, scoring), goal, Setup(device, "auto", min(samples, BATCH), context), output, jobs)
+    question, setup = Question(tuple(tasks), context, samples, seed, scoring), Setup(device, "auto", min(samples, BATCH), context)
+    search = Search(question, goal, setup, output, jobs)
     with _bar() as bar:
+        if calibrate:
+            within += goal.worth(full, calibrated(full, within, question, setup, batch, bar))
         finalists = search.run(full, within, bar)
     chosen = choose(goal, finalists, search.found) or (full if goal.admits(full) else None)
     told = rows(goal, [full, *within], search.found, full, chosen)

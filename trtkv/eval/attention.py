@@ -120,7 +120,7 @@ def replay(policy: Policy, seen: Recorded) -> list[Simulation]:
     """Run a policy over every layer of a recording; what an allocate role measures is taken from all layers first."""
     measures = None
     if policy.allocate and policy.evict and policy.allocate.measured:
-        measures = torch.stack([policy.allocate.measure(_view(seen, layer), policy.evict).float() for layer in range(len(seen.layers))])
+        measures = torch.stack([policy.allocate.measure(prompt_view(seen, layer), policy.evict).float() for layer in range(len(seen.layers))])
     num_layers = len(seen.layers)
     return [
         simulate(policy, q, k, v, layer=layer, prefill=seen.prompt, num_layers=num_layers, measures=measures, top=TOP)
@@ -128,8 +128,8 @@ def replay(policy: Policy, seen: Recorded) -> list[Simulation]:
     ]
 
 
-def _view(seen: Recorded, layer: int) -> CacheView:
-    """Return a layer's whole cache after the prompt, as an allocate role measures it."""
+def prompt_view(seen: Recorded, layer: int) -> CacheView:
+    """Return a layer's whole cache after the prompt, as an allocate role measures it: without what counts attention or projects its output."""
     q, k, v = (x[: seen.prompt].float() for x in seen.layers[layer])
     heads, prompt = k.shape[1], seen.prompt
     at = Occupancy(prompt, (prompt,) * heads, prompt, 0, "prefill", True, prompt, layer, len(seen.layers))

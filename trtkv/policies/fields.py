@@ -56,6 +56,12 @@ def _type(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return ", ".join(map(str, schema["enum"]))
     if schema.get("type") == "array":
-        return f"list of {_type(schema['items'])}s" if "items" in schema else f"({', '.join(map(_type, schema.get('prefixItems', [])))})"
+        return f"list of {_several(schema['items'])}" if "items" in schema else f"({', '.join(map(_type, schema.get('prefixItems', [])))})"
     limits = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "below"}
     return " ".join([_WORDS.get(schema.get("type", ""), "any"), *(f"{word} {schema[key]:g}" for key, word in limits.items() if key in schema)])
+
+
+def _several(schema: dict[str, Any]) -> str:
+    """Say the same of more than one."""
+    names = [_type(one) for one in schema.get("anyOf", [schema])]
+    return " or ".join(name.replace("list", "lists", 1) if name.startswith("list") else f"{name}s" for name in names)

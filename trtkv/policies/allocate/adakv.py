@@ -20,7 +20,7 @@ from trtkv.ranking import best
 
 
 class AdaKV(Allocate):
-    """Give heads more whose tokens score higher than those of the layer's other heads.
+    """Give heads more whose tokens score higher than those of others.
 
     safeguard: share of its budget, sink and window included, that every head keeps in any case; across: whose heads share a budget, those of a layer
     or those of the whole model.
