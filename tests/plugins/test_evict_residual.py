@@ -102,7 +102,11 @@ def check_layer(paged: Rig, cache: LayerCache, layer: int, slot: int) -> None:
     assert store.residual_evictor is not None
     account, pages = store.residual_evictor.ledger.find(slot), store.pages[layer]
     stored, ends = account.stored[group], account.encoded[group]
-    assert cache.lengths == (stored,) * paged.plan.num_kv_heads and cache.encoded == [ends] * paged.plan.num_kv_heads and cache.settled == account.settled[group]
+    assert (
+        cache.lengths == (stored,) * paged.plan.num_kv_heads
+        and cache.encoded == [ends] * paged.plan.num_kv_heads
+        and cache.settled == account.settled[group]
+    )
     assert store.ends[group, slot].tolist() == list(ends)
     table = torch.tensor(paged.pages(slot), dtype=torch.int32)
     for part, seen in zip(("keys", "values"), reference.visible(pages, table, slot, stored), strict=True):

@@ -28,7 +28,7 @@ from trtkv.policies.evict.streaming import Streaming
 from trtkv.policies.policy import Policy
 from trtkv.runtime.llm import LLM
 from trtkv.tune.candidates import Candidate, cost_of
-from trtkv.tune.measure import Bar, Question
+from trtkv.tune.measure import Bar, Question, make_pool
 
 TEXTS = 4  # prompts of each task that shares are the mean of
 DIGITS = 100  # a share is written in hundredths
@@ -82,9 +82,11 @@ def prompts(llm: LLM, question: Question, maker: SampleMaker, full: Candidate) -
                 tokens = tokens[: sample.compressible_tokens(llm.encode)] if question.scoring == "blind" else tokens
                 yield Given(tokens, len(tokens))
             continue
-        whole = question.samples + question.spare  # windows of the text
-        for skip in dict.fromkeys((2 * index + 1) * whole // (2 * TEXTS) for index in range(TEXTS)):
-            (window,) = windows(llm, replace(spec.options, skip=skip), length, 1, seed + skip)
+        pool, pick = make_pool(question, maker, spec, full), list[int]()
+        if spec.options.data is not None:
+            free = [window for window in range(pool.whole.samples) if window not in pool.order] or sorted(pool.order)
+            pick = free[:: -(-len(free) // TEXTS)]
+        for window in windows(llm, spec.options, length, pool.whole.samples if pick else TEXTS, seed, pick):
             yield Given(window.tokens[: window.prompt], window.prompt)
 
 
@@ -97,7 +99,6 @@ def calibrated(full: Candidate, field: Sequence[Candidate], question: Question, 
     if not chosen:
         return []
     maker, config = SampleMaker(), full.subject.source.config
-    question = question.checked(maker, full)
     llm = open_subject(full.subject, replace(setup, executor="torch", batch=1))
     roles = [policy_of(one.subject.policy.plan(config)) for one in chosen]  # which know the model
     sums, texts = [torch.zeros(())] * len(chosen), list(prompts(llm, question, maker, full))

@@ -63,6 +63,20 @@ class Pool:
         return Losses(n, n * mean, n * mean * mean + n * (n - 1) * error * error, scored_tokens(record["length"]))
 
 
+def make_pool(question: Question, maker: SampleMaker, spec: TaskSpec, full: Candidate) -> Pool:
+    """Return the samples of a task, a text's of all its windows; raises ConfigError where it has no answers to compare or does not fit."""
+    cell = Cell(full.subject, spec, question.length, question.samples, question.seed, question.scoring)
+    there = question.samples
+    if isinstance(maker.task(spec), AnswerTask):
+        there = len(maker.samples(cell))
+    elif spec.name != TEXT:
+        raise ConfigError(f"the task '{spec.name}' does not say how much a policy loses against full", "Name a task with answers, or a --text.")
+    elif spec.options.data is not None:
+        there = _windows(maker, full, spec.options.data, question.length)
+        cell = Cell(full.subject, spec, question.length, there, question.seed, question.scoring)
+    return Pool(cell, random.Random(question.seed).sample(range(there), min(there, question.samples)))
+
+
 @dataclass(slots=True)
 class Search:
     """One search: `found` are the estimates of the candidates that were measured, by key, `full` what the model itself scores in tasks with answers.
@@ -90,7 +104,7 @@ class Search:
         if not field:
             return []
         runner = Runner(self.setup, self.maker)
-        pools = [self._pool(spec, full) for spec in self.question.tasks]
+        pools = [make_pool(self.question, self.maker, spec, full) for spec in self.question.tasks]
         self.grid = sum(len(pool.order) * (len(field) + self._answers(pool)) for pool in pools)
         self._ask_full(full, [pool for pool in pools if self._answers(pool)], runner, bar)
         pools = [pool for pool in pools if pool.order]
@@ -111,20 +125,6 @@ class Search:
 
     def _answers(self, pool: Pool) -> bool:
         return isinstance(self.maker.task(pool.whole.task), AnswerTask)
-
-    def _pool(self, spec: TaskSpec, full: Candidate) -> Pool:
-        asked = self.question
-        cell = Cell(full.subject, spec, asked.length, asked.samples, asked.seed, asked.scoring)
-        if isinstance(self.maker.task(spec), AnswerTask):
-            there = len(self.maker.samples(cell))
-        elif spec.name != TEXT:
-            raise ConfigError(f"the task '{spec.name}' does not say how much a policy loses against full", "Name a task with answers, or a --text.")
-        elif spec.options.data is not None:
-            there = _windows(self.maker, full, spec.options.data, asked.length)
-            cell = Cell(full.subject, spec, asked.length, there, asked.seed, asked.scoring)
-        else:
-            there = asked.samples
-        return Pool(cell, random.Random(asked.seed).sample(range(there), min(there, asked.samples)))
 
     def _ask_full(self, full: Candidate, pools: Sequence[Pool], runner: Runner, bar: Bar) -> None:
         """Have full answer every sample, and leave those in the pools that it gets right."""
