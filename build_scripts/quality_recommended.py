@@ -28,8 +28,9 @@ class Goal:
         size = max(share(rows, self.preset) for rows in own)
         lost, error, task, model = max((*loss(rows, task, self.preset), task, rows[0]["model"]) for rows in own for task in tasks(rows))
         verdict = "Reached" if size <= self.share and lost <= self.points else "Missed"
-        goal = f"- `{self.preset}`, {self.share:.0%} of the bytes within {self.points:.0%} of `full` in every task: it takes {size:.1%}"
-        return f"{goal} and\n  loses at most {lost:.1%} ± {error:.1%} ({task}, {model}). **{verdict}.**"
+        mean = max(fmean(loss(rows, task, self.preset)[0] for task in tasks(rows)) for rows in own)
+        goal = f"- `{self.preset}`, {self.share:.0%} of the bytes within {self.points:.0%} of `full` in every task: takes {size:.1%},"
+        return f"{goal}\n  loses at most {lost:.1%} ± {error:.1%} ({task}, {model}), {mean:.1%} in a model's mean. **{verdict}.**"
 
 
 GOALS = (
