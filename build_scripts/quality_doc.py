@@ -73,13 +73,13 @@ def peers(records: Records) -> str:
 
 def recommended(folder: Path) -> str:
     """Set presets beside full on the same prompts: bytes and right answers."""
-    every = read_records(folder / "quality-recommended.jsonl")
-    groups = grouped(every)
+    groups = grouped(read_records(folder / "quality-recommended.jsonl"))
+    every = [row for rows in groups for row in rows]
     return f"""## Which to take
 
-Right answers of {", ".join(tasks(every))}, on the same prompts of 2,048 tokens (SmolLM2) and 4,096 (Gemma 3), so many of each task, question seen
-or not. Values stored in 16 bits, attention in float32, bytes on layers that policies act on.
-{", ".join(dict.fromkeys(row["device"] for rows in groups for row in rows))}, {commits(every)}, `build_scripts/quality_compress.py`.
+Right answers of {", ".join(tasks(every))}, on the same prompts of 2,048 tokens (SmolLM2) and 4,096 (Gemma 3), so many of each task,
+question seen or not. Values stored in 16 bits, attention in float32, bytes on layers that policies act on.
+{", ".join(dict.fromkeys(row["device"] for row in every))}, {commits(every)}, `build_scripts/quality_compress.py`.
 
 {chr(10).join(goal.verdict(groups) for goal in GOALS)}
 
