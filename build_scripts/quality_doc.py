@@ -114,11 +114,12 @@ def tuning(folder: Path) -> str:
 
     others, races = sum(race.races - race.same for race in found), sum(race.races for race in found)
     met = all(race.same >= 0.95 * race.races and race.cells <= 0.1 for race in found)
+    verdict = ("Met" if met else "Missed") + (f", but for {others} of {races}" if others else "")
 
     return f"""## `trtkv tune` beside the grid
 
 Of {RACES} races, each with samples in another order, so many choose what all {tried} candidates, measured whole, would, with a mean share of the
-cells (answers to one sample), by the floor of quality. Goal: all, with a tenth. **{"Met" if met else "Missed"}{f", but for {others} of {races}" if others else ""}.**
+cells (answers to one sample), by the floor of quality. Goal: all, with a tenth. **{verdict}.**
 {one["samples"]} samples of {asked}; {one["model"]}, {one["length"]:,} tokens, {one["device"]}, {commits(rows)}, `build_scripts/quality_tune.py`.
 
 {chr(10).join(map(said, LEAST))}"""
