@@ -85,8 +85,8 @@ question seen or not. Values stored in 16 bits, attention in float32, bytes on l
 
 {table(["model, question, prompts", "preset", "bytes", "right answers"], [line for rows in groups for line in lines(rows)])}
 
-All but `rotated` keep what the end of the prompt attends to: for one question about a document. Conversations need `rotated` or `fp8`. Their fields
-are the best of eight settings on other prompts.
+All but `rotated` keep what the end of the prompt attends to: for one question about a document. Conversations need `rotated` or `fp8`.
+Windows and pooling are the best of eight settings on other prompts.
 
 {steps(read_records(folder / "recommended-steps.jsonl"))}"""
 

@@ -203,9 +203,9 @@ def _print(search: Search, told: Sequence[Mapping[str, Any]], full: Candidate) -
 
 
 def _say(search: Search, chosen: Candidate, full: Candidate, within: Sequence[Candidate], build: str | None, plot: Path | None) -> None:
-    floor, of = search.goal.floor, search.found[chosen.subject.key]
     from trtkv.tune.race import nearest
 
+    floor, of = search.goal.floor, search.found[chosen.subject.key]
     if chosen is full and not within:
         notes.print("full is within the limits, and nothing answers better.", markup=False)
     elif chosen is full:

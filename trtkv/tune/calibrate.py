@@ -32,7 +32,6 @@ from trtkv.tune.measure import Bar, Question, make_pool
 
 TEXTS = 4  # prompts of each task that shares are the mean of
 DIGITS = 100  # a share is written in hundredths
-SAFEGUARD = 0.2  # of its budget that every head keeps, as AdaKV has it
 
 
 def can_calibrate(policy: Policy) -> bool:
@@ -47,7 +46,7 @@ def shares_of(policy: Policy, seen: Recorded) -> Tensor:
     """Return what share of the mean budget each KV head would be given for one prompt: [L, Hk] fp32, of mean 1; ones where all of it fits."""
     evict = policy.evict
     assert evict is not None
-    allocate = AdaKV(across="model", safeguard=SAFEGUARD)
+    allocate = AdaKV(across="model")
     measures = torch.stack([allocate.measure(prompt_view(seen, layer), evict).float().cpu() for layer in range(len(seen.layers))])
     heads, free = seen.layers[0][1].shape[1], evict.free(seen.prompt)
     assert free is not None
