@@ -22,8 +22,9 @@ from trtkv.ranking import group_mean
 class SnapKV(Once):
     """Keep what the end of the prompt attends to; evicts once.
 
-    window: queries that look, and last tokens that stay; kernel: width of the pooling along the sequence; smooth: its
-    kind, average or maximum; pooling: how the scores of a group's query heads become one.
+    window: queries that look, and last tokens that stay; kernel: width of the pooling along the sequence; ahead: tokens behind the kernel that are
+    pooled with it, because what answers a question follows what the question attends to (not in the paper); smooth: the pooling's kind, average or
+    maximum; pooling: how the scores of a group's query heads become one.
     """
 
     source: ClassVar[str] = "SnapKV, arXiv 2404.14469"
@@ -32,6 +33,7 @@ class SnapKV(Once):
     kernel: int = Field(5, ge=1)
     smooth: Literal["avg", "max"] = "avg"
     pooling: Literal["mean", "max"] = "mean"
+    ahead: int = Field(0, ge=0)
 
     @property
     def observe_window(self) -> int:
@@ -46,8 +48,8 @@ class SnapKV(Once):
         """Return pooled column sums [Hk, S]; the window's are zero."""
         stored = view.at.stored
         sums = window_attention(view, self.window)[:, :, : stored - self.window].sum(1)
-        pad = self.kernel // 2
-        pooled = F.avg_pool1d(sums, self.kernel, 1, pad) if self.smooth == "avg" else F.max_pool1d(sums, self.kernel, 1, pad)
+        side, pool = self.kernel // 2, F.avg_pool1d if self.smooth == "avg" else F.max_pool1d
+        pooled = pool(F.pad(sums, (side + self.ahead, side)), self.kernel + self.ahead, 1)
         return F.pad(group_mean(pooled, len(view.at.lengths), self.pooling), (0, self.window))
 
     def check(self, policy: str) -> None:
