@@ -50,8 +50,12 @@ from trtkv.runtime.rope import rope_tables
 from trtkv.runtime.rows import StepRow
 from trtkv.runtime.step import Stepper
 
-TASKS = "passkey,needle,two-keys,four-keys"
-KEYS = {"two-keys": 2, "four-keys": 4}  # RULER's needles in a text, of which one is requested
+TASKS = "passkey,needle,two-keys,four-keys,uuid"
+NEEDLES: dict[str, Any] = {
+    "two-keys": {"num_keys": 2},
+    "four-keys": {"num_keys": 4},
+    "uuid": {"value_kind": "uuids"},
+}  # RULER's, of which one is requested
 PROSE, COMPARED = "prose", 256  # a text, of which so many last tokens are compared
 Counted = dict[int, tuple[Tensor, Tensor]]  # what the tokens of each layer received of the prompt's attention
 
@@ -115,7 +119,7 @@ def samples_of(name: str, options: argparse.Namespace, count: CountTokens) -> li
     if name == PROSE:
         texts = (passage(options.length * 3 // 2, count, random.Random(f"prose {options.seed} {index}")) for index in range(options.samples))
         return [Sample(" ".join(text), "", (), 0) for text in texts]
-    task = Needles(name, num_keys=KEYS[name]) if name in KEYS else make_task(name, TaskOptions())
+    task = Needles(name, **NEEDLES[name]) if name in NEEDLES else make_task(name, TaskOptions())
     assert isinstance(task, AnswerTask)
     return task.samples(options.length, options.samples, options.seed, count)
 

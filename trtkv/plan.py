@@ -19,7 +19,7 @@ from trtkv.buffers import SlidingPlan as SlidingPlan
 from trtkv.config import DTYPE_BYTES
 from trtkv.errors import EngineError
 from trtkv.repeat import RepeatPlan as RepeatPlan
-from trtkv.rules import Blend, Encoding, EvictRule, Float8, Lag, PerToken, PrefillRule
+from trtkv.rules import Blend, Encoding, EvictRule, Float8, Int8, Lag, PerToken, PrefillRule
 from trtkv.select_plan import Meaning as Meaning
 from trtkv.select_plan import Pooling as Pooling
 from trtkv.select_plan import SelectPlan as SelectPlan
@@ -155,7 +155,7 @@ class CachePlan:
             return "reference" if evict.token_state or {"attention_newest", "output_projection"} & {*evict.needs} else "once"
         if evict.token_state or evict.queries or evict.needs or quantize.flush_first:
             return "reference"
-        alone = isinstance(evict.rule, Lag) and isinstance(quantize.encoding, Float8) and "allocate" not in self.roles
+        alone = isinstance(evict.rule, Lag) and isinstance(quantize.encoding, Float8 | Int8) and "allocate" not in self.roles
         return "gathered" if alone else "windowed"
 
     @property

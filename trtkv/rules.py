@@ -102,6 +102,13 @@ class Float8:
 
 
 @dataclass(frozen=True, slots=True)
+class Int8:
+    """Codes in integers from 1 to 255, less 128, with a scale for each token and KV head."""
+
+    kind: Literal["int8"] = "int8"
+
+
+@dataclass(frozen=True, slots=True)
 class PerToken:
     """Integer codes with a scale and a zero point for each token and KV head."""
 
@@ -169,6 +176,6 @@ class Lines:
 
 
 EvictRule = Annotated[Exchange | Stamp | Lag | Blend, Field(discriminator="kind")]
-Encoding = Annotated[Grouped | Float8 | PerToken, Field(discriminator="kind")]
+Encoding = Annotated[Grouped | Float8 | Int8 | PerToken, Field(discriminator="kind")]
 Summary = Annotated[OneBit | Box | Ball | Mean, Field(discriminator="kind")]
 PrefillRule = Annotated[Antidiagonal | Lines, Field(discriminator="kind")]

@@ -7,7 +7,7 @@ from math import gcd
 
 from plugins.select.summary import why_selects_in_torch
 from trtkv.plan import CachePlan, EvictPlan
-from trtkv.rules import Blend, Exchange, Float8, Grouped, Lag, PerToken
+from trtkv.rules import Blend, Exchange, Float8, Grouped, Int8, Lag, PerToken
 
 STEP = 32  # tokens that a warp attends to at once: pages are a multiple
 KEY_GROUPS = (16, 32, 64, 128)
@@ -23,13 +23,13 @@ MOST_LAG = 8192  # tokens of a partition that one block ranks
 class Format:
     """How tokens of a layer are stored.
 
-    bits of a code, 8 for e4m3; key_group tokens share a scale of a channel, value_group channels share a scale of a token (1 and D with eight bits);
-    residual tokens stay in full precision: keys are encoded in runs of so many, values one by one once so many newer ones follow, or with the keys
-    (together). lag is 1 where a step's attention does not see what the step itself completes. phased: all whole groups of a prompt are encoded, so
-    runs begin after them, at the sequence's `origin`. window is not 0 where an evict role works on the newest tokens, on up to so many:
-    how many tokens are encoded then follows from what it has settled, and is stored a slot. replaced: tokens have a scale and a zero
-    point each; the newest alone is in full precision, and takes the place of an evicted one (`encodings/per_token/`). rotated: everything is stored
-    rotated, and decode steps' queries are; attention turns its output back. The first `sink` tokens lie behind the ring too, and are read there.
+    bits of a code, 8 for e4m3 or `integers`; key_group tokens share a scale of a channel, value_group channels share a scale of a token (1 and D with
+    eight bits); residual tokens stay in full precision: keys are encoded in runs of so many, values one by one once so many newer ones follow, or
+    with the keys (together). lag is 1 where a step's attention does not see what the step itself completes. phased: all whole groups of a prompt are
+    encoded, so runs begin after them, at the sequence's `origin`. window is not 0 where an evict role works on the newest tokens, on up to so many:
+    how many tokens are encoded then follows from what it has settled, and is stored a slot. replaced: tokens have a scale and a zero point each; the
+    newest alone is in full precision, and takes the place of an evicted one (`encodings/per_token/`). rotated: everything is stored rotated, and
+    decode steps' queries are; attention turns its output back. The first `sink` tokens lie behind the ring too, and are read there.
     """
 
     bits: int
@@ -43,6 +43,7 @@ class Format:
     replaced: bool = False
     rotated: bool = False
     sink: int = 0
+    integers: bool = False
 
     @property
     def ring(self) -> int:
@@ -86,8 +87,8 @@ def find_format(plan: CachePlan) -> Format | None:
         return None  # layers store different numbers of tokens, and a plan of an earlier version has one page table for all
     if isinstance(encoding, Grouped):
         found = _grouped(encoding, plan)
-    elif isinstance(encoding, Float8):
-        found = Format(8, 1, plan.head_dim, 1, together=True)
+    elif isinstance(encoding, Float8 | Int8):
+        found = Format(8, 1, plan.head_dim, 1, together=True, integers=isinstance(encoding, Int8))
     else:
         return None
     return found if _fits(found, plan) and _selects(found, plan) else None

@@ -28,6 +28,7 @@ from tests.gpu.retrieval_case import DEV, expect, failures
 from trtkv.hadamard import rotate
 from trtkv.policies.packing import unpack
 from trtkv.policies.quantize.fp8 import Fp8
+from trtkv.policies.quantize.int8 import Int8
 from trtkv.policies.quantize.kivi import Kivi
 from trtkv.policies.quantize.minikv import MiniKVBits
 
@@ -41,8 +42,8 @@ class Case:
         self, bits: int, key_group: int, residual: int, heads: int, group: int, dim: int, dtype: torch.dtype, lens: list[int], page: int = 128,
         splits: int = 0, kept: bool = False, sink: int | None = None,
     ) -> None:  # fmt: skip
-        self.format = Format(8, 1, dim, 1, together=True) if bits == 8 else Format(bits, key_group, gcd(key_group, dim), residual)
-        self.role: Any = Fp8() if bits == 8 else Kivi(bits=bits, group=key_group, residual=residual)
+        self.format = Format(8, 1, dim, 1, together=True, integers=not residual) if bits == 8 else Format(bits, key_group, gcd(key_group, dim), residual)
+        self.role: Any = Int8() if not residual else Fp8() if bits == 8 else Kivi(bits=bits, group=key_group, residual=residual)
         if sink is not None:  # rotated, too
             self.format = replace(self.format, rotated=True, sink=sink)
         self.kept = kept  # a list says which tokens of prompts stay, as MiniKV has it
@@ -53,7 +54,7 @@ class Case:
         self.splits, self.worst, self.errors = splits, 0.0, list[tuple[Tensor, Tensor]]()
         self.label = (
             f"{bits} bits, groups {key_group}, heads {heads} x {group}, dim {dim}, {str(dtype)[6:]}, page {page}, splits {splits}{', kept' * kept}"
-            f"{'' if sink is None else f', rotated, sink {sink}'}"
+            f"{'' if sink is None else f', rotated, sink {sink}'}{'' if residual else ', integers'}"
         )
 
     def kernels(self, name: str) -> Iterator[Spec]:
@@ -308,6 +309,11 @@ def cases() -> list[Case]:
         Case(8, 1, 1, 2, 2, 64, bf16, lens, page=32),
         Case(8, 1, 1, 2, 3, 96, fp16, lens, page=32),
         Case(8, 1, 1, 1, 8, 256, bf16, lens, page=64, splits=2),
+        Case(8, 1, 0, 8, 4, 128, bf16, [33000, 31, 255]),  # no residual: integers
+        Case(8, 1, 0, 2, 7, 128, fp16, lens, page=32),
+        Case(8, 1, 0, 2, 2, 64, bf16, lens, page=32),
+        Case(8, 1, 0, 2, 3, 96, fp16, lens, page=32),
+        Case(8, 1, 0, 1, 8, 256, bf16, lens, page=64, splits=2),
     ]
 
 

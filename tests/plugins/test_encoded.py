@@ -28,6 +28,7 @@ from plugins.cache.formats import Format
 from plugins.cache.reference.cache import ReferenceCache
 from plugins.config import OpConfig
 from tests.plugins.sessions import feed_steps
+from tests.plugins.test_encoded_attend import eight_bits
 from tests.tiny import Rig, TinyModel, make_rig, make_tiny
 from trtkv.checkpoint.find import resolve_model
 from trtkv.config import Limits, ModelConfig
@@ -35,6 +36,7 @@ from trtkv.errors import CapacityError, EngineError
 from trtkv.hadamard import rotate
 from trtkv.policies.packing import unpack
 from trtkv.policies.quantize.fp8 import Fp8
+from trtkv.policies.quantize.int8 import Int8
 from trtkv.policies.quantize.kivi import Kivi
 from trtkv.policies.registry import parse_policy
 from trtkv.policies.schedule import trajectory
@@ -50,13 +52,15 @@ FORMS = [  # bits, group, residual, head dimension, dtype
     (4, 16, 16, 128, torch.float16),
     (8, 1, 1, 64, torch.float16),
     (8, 1, 1, 96, torch.float32),
+    (8, 1, 0, 64, torch.float16),  # integers (`eight_bits`)
+    (8, 1, 0, 96, torch.float32),
 ]
 
 
 def make_form(bits: int, group: int, residual: int, dim: int) -> tuple[Format, Any]:
     """Return a format and the role that it stores."""
     if bits == 8:
-        return Format(8, 1, dim, 1, together=True), Fp8()
+        return eight_bits(dim, residual), Fp8() if residual else Int8()
     return Format(bits, group, gcd(group, dim), residual), Kivi(bits=bits, group=group, residual=residual)
 
 
@@ -116,7 +120,7 @@ def check_decoded(pages: launch.Pages, table: Tensor, ends: tuple[int, int], lik
         assert bool((got[:, end:] == 7).all())
 
 
-@pytest.mark.parametrize(("bits", "group", "residual", "dim", "dtype"), [FORMS[1], FORMS[3], FORMS[5]])
+@pytest.mark.parametrize(("bits", "group", "residual", "dim", "dtype"), [FORMS[1], FORMS[3], FORMS[5], FORMS[7]])
 def test_decode_steps_append_and_encode_what_they_complete(bits: int, group: int, residual: int, dim: int, dtype: torch.dtype) -> None:
     torch.manual_seed(bits)
     form, role = make_form(bits, group, residual, dim)
@@ -185,6 +189,7 @@ def model(**update: Any) -> ModelConfig:
         ("kivi", (), {}, Format(2, 32, 32, 128)),
         ("kivi", ("quantize.bits=4", "quantize.group=16", "quantize.residual=48"), {}, Format(4, 16, 16, 48)),
         ("fp8", (), {}, Format(8, 1, 128, 1, together=True)),
+        ("int8", (), {}, Format(8, 1, 128, 1, together=True, integers=True)),
         ("kivi", ("quantize.by_chunk=true",), {}, Format(2, 32, 32, 128)),
         ("lagkv+fp8", ("quantize.by_chunk=true",), {}, None),
         ("kivi", ("quantize.group=8",), {}, None),
@@ -194,6 +199,7 @@ def model(**update: Any) -> ModelConfig:
         ("snapkv+kivi", (), {}, Format(2, 32, 32, 128)),
         ("pyramidkv+fp8", (), {}, Format(8, 1, 128, 1, together=True)),
         ("lagkv+fp8", (), {}, Format(8, 1, 128, 1, together=True)),
+        ("lagkv+int8", (), {}, Format(8, 1, 128, 1, together=True, integers=True)),
         ("rotated", (), {}, Format(4, 64, 64, 64, rotated=True, sink=4)),
         ("snapkv+rotated", (), {}, Format(4, 64, 64, 64, rotated=True, sink=4)),
         ("rotated", ("quantize.value_bits=2",), {}, None),
@@ -236,7 +242,7 @@ def test_runs_begin_after_the_groups_of_remaining_tokens(group: int, residual: i
             assert stored - own.encoded[0] < form.ring
 
 
-@pytest.mark.parametrize(("policy", "role"), [("kivi", Kivi()), ("fp8", parse_policy("fp8").quantize)])
+@pytest.mark.parametrize(("policy", "role"), [("kivi", Kivi()), ("fp8", parse_policy("fp8").quantize), ("int8", parse_policy("int8").quantize)])
 def test_lengths_follow_the_role(policy: str, role: Any) -> None:
     from trtkv.plan import Occupancy
 
@@ -295,14 +301,16 @@ MINI = ("evict.heavy=0.4", "evict.recent=0.3")
 STORED = {
     "kivi": KIVI16,
     "fp8": (),
+    "int8": (),
     "minikv": (*MINI, "quantize.residual=16"),
     "minikv-pyramid": (*MINI, "allocate.depth=2", "quantize.residual=16"),
     "snapkv+kivi": (*KIVI16, "evict.budget=20", "evict.window=4"),
     "rotated": KIVI16,
     "snapkv+rotated": (*KIVI16, "quantize.sink=2", "evict.budget=20", "evict.window=4"),
     "pyramidkv+fp8": ("evict.budget=24", "evict.window=4"),
+    "snapkv+int8": ("evict.budget=24", "evict.window=4"),
 }
-BY_CHUNK = {policy: (*STORED[policy], "quantize.by_chunk=true") for policy in ("kivi", "fp8", "rotated")}
+BY_CHUNK = {policy: (*STORED[policy], "quantize.by_chunk=true") for policy in ("kivi", "fp8", "int8", "rotated")}
 
 
 @pytest.mark.parametrize(("policy", "sets"), [*STORED.items(), *BY_CHUNK.items()])
@@ -394,6 +402,7 @@ NEWEST = ("evict.heavy=0", "evict.recent=0.6", "quantize.residual=32")  # which 
         ("kivi", ()),
         ("kivi", ("quantize.bits=4", "quantize.group=16", "quantize.residual=32")),
         ("fp8", ()),
+        ("int8", ()),
         ("rotated", ()),
         ("minikv", NEWEST),
         ("minikv-pyramid", NEWEST),

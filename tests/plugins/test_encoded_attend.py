@@ -38,6 +38,11 @@ def make_pages(form: Format, dim: int, dtype: torch.dtype, pool: int) -> launch.
     )
 
 
+def eight_bits(dim: int, residual: int) -> Format:
+    """Return the format of e4m3 (1) or of integers (0)."""
+    return Format(8, 1, dim, 1, together=True, integers=not residual)
+
+
 def attend(pages: launch.Pages, q: Tensor, table: Tensor, lens: Tensor, slots: Tensor, splits: int, cluster: int = 1) -> Tensor:
     """Launch the kernel for a batch."""
     batch, group = len(lens), q.shape[1] // pages.dim // HEADS
@@ -49,7 +54,7 @@ def attend(pages: launch.Pages, q: Tensor, table: Tensor, lens: Tensor, slots: T
     return out
 
 
-CASES = [  # bits, key group, residual, query heads a KV head, head dimension, dtype
+CASES = [  # bits, key group, residual (of eight bits: 1 for e4m3, 0 for integers), query heads a KV head, head dimension, dtype
     (2, 32, 128, 4, 128, torch.bfloat16),
     (2, 16, 48, 7, 64, torch.float16),
     (2, 32, 32, 2, 96, torch.float16),
@@ -58,6 +63,9 @@ CASES = [  # bits, key group, residual, query heads a KV head, head dimension, d
     (4, 16, 32, 3, 128, torch.float16),
     (8, 1, 1, 5, 64, torch.bfloat16),
     (8, 1, 1, 4, 128, torch.float16),
+    (8, 1, 0, 5, 64, torch.bfloat16),
+    (8, 1, 0, 4, 128, torch.float16),
+    (8, 1, 0, 2, 256, torch.bfloat16),
 ]
 PHASED = [(2, 16, 128, 4, 128, torch.bfloat16), (2, 32, 32, 3, 64, torch.float16), (4, 16, 48, 8, 96, torch.bfloat16)]
 
@@ -66,7 +74,7 @@ PHASED = [(2, 16, 128, 4, 128, torch.bfloat16), (2, 32, 32, 3, 64, torch.float16
 def test_attention_reads_codes_as_they_are_stored(
     bits: int, key_group: int, residual: int, group: int, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    form = Format(8, 1, dim, 1, together=True) if bits == 8 else Format(bits, key_group, gcd(key_group, dim), residual)
+    form = eight_bits(dim, residual) if bits == 8 else Format(bits, key_group, gcd(key_group, dim), residual)
     compare(form, group, dim, dtype, [330, 1, residual + 1, 2 * residual + 40], None, monkeypatch)
 
 

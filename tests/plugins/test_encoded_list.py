@@ -12,7 +12,7 @@ from plugins.cache.encodings.grouped import launch, launch_list, reference
 from plugins.cache.formats import Format
 from plugins.device.spec import shared_limit
 from tests.plugins import cuda_on_cpu
-from tests.plugins.test_encoded_attend import HEADS, WARPS, make_pages
+from tests.plugins.test_encoded_attend import HEADS, WARPS, eight_bits, make_pages
 from trtkv.plan import Meaning, SelectPlan
 
 pytestmark = pytest.mark.skipif(cuda_on_cpu.missing() is not None, reason=str(cuda_on_cpu.missing()))
@@ -26,6 +26,8 @@ CASES = [  # bits, key group, residual, query heads a KV head, head dimension, t
     (4, 16, 32, 2, 128, 64, torch.float16),
     (8, 1, 1, 5, 64, 1, torch.bfloat16),
     (8, 1, 1, 4, 128, 16, torch.float16),
+    (8, 1, 0, 5, 64, 1, torch.bfloat16),
+    (8, 1, 0, 4, 128, 16, torch.float16),
 ]
 
 
@@ -68,7 +70,7 @@ def test_attention_reads_what_a_list_names(
 ) -> None:
     torch.manual_seed(bits + dim + unit)
     cuda_on_cpu.install(monkeypatch)
-    form = Format(8, 1, dim, 1, together=True) if bits == 8 else Format(bits, key_group, gcd(key_group, dim), residual)
+    form = eight_bits(dim, residual) if bits == 8 else Format(bits, key_group, gcd(key_group, dim), residual)
     block = launch._block(form, dim, WARPS, launch.STAGES, shared_limit("90"), True)
     monkeypatch.setattr(launch, "attend_block", lambda *shape: block)
     pages, table = make_pages(form, dim, dtype, 4 * 8), torch.randperm(4 * 8).int().view(4, 8)

@@ -14,6 +14,7 @@ from trtkv.hadamard import hadamard
 from trtkv.plan import Occupancy
 from trtkv.policies.base import Quantize
 from trtkv.policies.packing import pack, unpack
+from trtkv.policies.quantize.int8 import LARGEST, Int8
 from trtkv.policies.quantize.kivi import Kivi
 from trtkv.policies.quantize.rotated import Rotated
 from trtkv.policies.registry import role_class, role_names
@@ -70,14 +71,14 @@ def _counted(role: Quantize, x: Tensor, part: str) -> dict[str, int]:
 def bound(role: Quantize, codes: dict[str, Tensor], x: Tensor, part: str) -> Tensor:
     """Half a step; the scale's rounding counts once for each step of the largest code; decoding in fp32 costs a few units in the last place."""
     eps, tiny = torch.finfo(x.dtype).eps, torch.finfo(x.dtype).tiny
-    if not hasattr(role, "bits"):
+    if not hasattr(role, "bits") and not isinstance(role, Int8):
         return x.float().abs() * (2.0**-4 + eps) + codes["scale"].float()[..., None] * 2.0**-10
     if isinstance(role, Rotated):  # an error of the rotated numbers, their own rounding included, spreads over the channels it came from
         turn, plain = hadamard(x), Kivi(bits=role.bits_of(part), group=role.group, residual=role.residual)
         rotated = x.float() @ turn
         own = bound(plain, codes, rotated, part) + rotated.abs() * eps + tiny * eps
         return own @ turn.abs()
-    scale, steps = codes["scale"].float(), (1 << role.bits) - 1
+    scale, steps = codes["scale"].float(), LARGEST if isinstance(role, Int8) else (1 << role.bits) - 1
     if scale.dim() == 2:
         scale = scale[..., None].expand(x.shape)
     elif part == "keys":
@@ -177,7 +178,7 @@ def test_kivi_encodes_after_and_minikv_before_attention() -> None:
     assert not torch.equal(simulate(early, q, k, v, prefill=63).output[-1], late.output[-1]), "MiniKV reads the newest token from its codes"
 
 
-@pytest.mark.parametrize("name", ["kivi", "fp8"])
+@pytest.mark.parametrize("name", ["kivi", "fp8", "int8"])
 @given(chunk=st.integers(1, 140), prompt=st.integers(1, 140))
 def test_chunks_attend_to_codes_of_the_chunks_before(name: str, chunk: int, prompt: int) -> None:
     policy = small(name).with_field("quantize.by_chunk", "true")
@@ -186,7 +187,7 @@ def test_chunks_attend_to_codes_of_the_chunks_before(name: str, chunk: int, prom
     done = simulate(policy, q, k, v, prefill=prompt, chunk=chunk)
     assert done.lengths == simulate(small(name), q, k, v, prefill=prompt).lengths
     for start in range(0, prompt, chunk):
-        end, coded = min(prompt, start + chunk), (start, start) if name == "fp8" else (start // 32 * 32, max(0, start - 32))
+        end, coded = min(prompt, start + chunk), (start // 32 * 32, max(0, start - 32)) if name == "kivi" else (start, start)
         read = [x[:end].transpose(0, 1).clone() for x in (k, v)]
         for x, part, count in zip(read, ("keys", "values"), coded, strict=True):
             if count:

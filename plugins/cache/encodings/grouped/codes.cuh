@@ -1,6 +1,7 @@
 // Codes of keys and values: how they lie in pages and in shared memory, and how they become numbers.
 //
-// Built with -DD, -DBITS, -DKEY_GROUP, -DVALUE_GROUP and -DBF16, as `attend.cu` is, and -DLISTED=1 where the two tiles of a step need not be neighbours.
+// Built with -DD, -DBITS, -DINTEGERS, -DKEY_GROUP, -DVALUE_GROUP and -DBF16, as `attend.cu` is, and -DLISTED=1 where the two tiles of a step need not be
+// neighbours.
 // How codes lie in a tile: `layout.py`.
 #pragma once
 #include "common.cuh"
@@ -11,6 +12,9 @@
 #ifndef SINK
 #define SINK 0
 #endif
+#ifndef INTEGERS
+#define INTEGERS 0
+#endif
 #define STEP 32
 #define WORDS (D * BITS / 64)                             // of a lane, of 16 tokens
 #define VECTOR (WORDS % 4 == 0 ? 4 : WORDS % 2 == 0 ? 2 : 1) // consecutive words of a lane
@@ -18,30 +22,33 @@
 #define TILE_BYTES (2 * D * BITS)                         // codes of 16 tokens
 #define SHARE (D / VALUE_GROUP)
 #define KEY_GROUPS (KEY_GROUP < STEP ? STEP / KEY_GROUP : LISTED ? 2 : 1) // of a step
-#define FLOATING (BITS == 8)
-#define KEY_META (FLOATING ? 2 * STEP : KEY_GROUPS * 2 * D)
-#define VALUE_META (FLOATING ? 2 * STEP : STEP * 2 * SHARE)
-#define META (FLOATING ? 1 : 2) // scale, minimum
+#define TOKEN_SCALES (BITS == 8) // no minima
+#define FLOATING (BITS == 8 && !INTEGERS)
+#define KEY_META (TOKEN_SCALES ? 2 * STEP : KEY_GROUPS * 2 * D)
+#define VALUE_META (TOKEN_SCALES ? 2 * STEP : STEP * 2 * SHARE)
+#define META (TOKEN_SCALES ? 1 : 2) // scale, minimum
 #define KEYS_AT 0
 #define VALUES_AT (2 * TILE_BYTES)
 #define KEY_META_AT (4 * TILE_BYTES)
 #define VALUE_META_AT (KEY_META_AT + META * KEY_META)
 #define STEP_BYTES (VALUE_META_AT + META * VALUE_META)
-#define RAW_KEY_META (FLOATING ? 32 : 2 * D) // of a tile
-#define RAW_VALUE_META (FLOATING ? 32 : 32 * SHARE)
+#define RAW_KEY_META (TOKEN_SCALES ? 32 : 2 * D) // of a tile
+#define RAW_VALUE_META (TOKEN_SCALES ? 32 : 32 * SHARE)
 #define RAW_KEYS (TILE_BYTES + META * RAW_KEY_META)
 #define RAW_VALUES (TILE_BYTES + META * RAW_VALUE_META)
 
 #ifdef BF16
 #define MAGIC 0x43004300u // 128, with seven bits behind it
 #define MAGIC_VALUE 128
+#define BYTE_UNIT 1.f // by which `numbers` divides integers of eight bits
 #define FIT (BITS == 2 ? 3 : 1) // codes whose bits lie within the mantissa
 typedef __nv_bfloat162 real2;
 __device__ __forceinline__ real2 both(float x) { return __float2bfloat162_rn(x); }
 #else
 #define MAGIC 0x64006400u // 1024
 #define MAGIC_VALUE 1024
-#define FIT (BITS == 2 ? 5 : 2)
+#define BYTE_UNIT 128.f // products with small scales stay within half precision
+#define FIT (BITS == 8 ? 1 : BITS == 2 ? 5 : 2)
 typedef __half2 real2;
 __device__ __forceinline__ real2 both(float x) { return __float2half2_rn(x); }
 #endif
@@ -53,7 +60,8 @@ __device__ __forceinline__ u32 times(u32 x, u32 y) { return bits_of(__hmul2(as_p
 #define CENTRE (1 << (BITS - 1))
 __device__ __forceinline__ u32 centred(u32 minimum, u32 scale) { return bits_of(__hfma2(as_pair(scale), both(CENTRE), as_pair(minimum))); }
 
-// Code i of the word's two halves as two numbers, less CENTRE where codes are integers; i is a constant after unrolling. magic is MAGIC, but not as a constant: an instruction takes one, the mask.
+// Code i of the word's two halves as two numbers, less CENTRE where codes are integers, and of eight bits over BYTE_UNIT; i is a constant after
+// unrolling. magic is MAGIC, but not as a constant: an instruction takes one, the mask.
 __device__ __forceinline__ u32 numbers(u32 word, int i, u32 magic) {
 #if FLOATING
   const u32 x = i ? word : word << 8;
@@ -62,20 +70,23 @@ __device__ __forceinline__ u32 numbers(u32 word, int i, u32 magic) {
 #else
   return (x & 0x80008000u) | ((x & 0x7f007f00u) >> 1);
 #endif
+#elif BITS == 8 && defined(BF16) // seven bits fit behind 128; the eighth says whether 128 or 256 is subtracted
+  const u32 x = i ? word >> 8 : word;
+  return bits_of(__hfma2(as_pair((x & 0x007f007fu) | magic), both(1.f), as_pair((x & 0x00800080u) ^ 0xc380c380u)));
 #else
   const int place = i % FIT * BITS;
   const u32 x = ((word >> (i / FIT * FIT * BITS)) & (((1u << BITS) - 1) * 0x00010001u << place)) | magic;
-  const float unit = 1.f / (1 << place);
-  return bits_of(__hfma2(as_pair(x), both(unit), both(-MAGIC_VALUE * unit - CENTRE)));
+  const float unit = 1.f / (BITS == 8 ? BYTE_UNIT : 1 << place);
+  return bits_of(__hfma2(as_pair(x), both(unit), both(-MAGIC_VALUE * unit - (BITS == 8 ? 1 : CENTRE))));
 #endif
 }
 // The number of code i of half a word, for the few tokens between codes and residual.
 __device__ __forceinline__ float number(u32 half, int i) {
-#if BITS == 8
+#if FLOATING
   const u32 byte = half >> (8 * i) & 0xff;
   return __half2float(__ushort_as_half((u16)((byte & 0x80) << 8 | (byte & 0x7f) << 7))) * 256.f;
 #else
-  return (float)(half >> (BITS * i) & ((1 << BITS) - 1));
+  return (float)(half >> (BITS * i) & ((1 << BITS) - 1)) - (BITS == 8 ? CENTRE : 0);
 #endif
 }
 __device__ __forceinline__ int word_at(int word, int lane) { return (word / VECTOR * 32 + lane) * VECTOR + word % VECTOR; }
@@ -113,7 +124,7 @@ struct Codes {
     const int lane = threadIdx.x & 31;
     copy(to + KEYS_AT, key_codes + row * (D * BITS / 8), 2 * TILE_BYTES, lane);
     copy(to + VALUES_AT, value_codes + row * (D * BITS / 8), 2 * TILE_BYTES, lane);
-#if FLOATING
+#if TOKEN_SCALES
     copy_two(to + KEY_META_AT, key_scale + row * 2, value_scale + row * 2, KEY_META, lane);
 #else
     const long long group = row / KEY_GROUP * (2 * D), token = row * (2 * SHARE);
@@ -127,7 +138,7 @@ struct Codes {
     const long long bytes = D * BITS / 8;
     copy_two(to + KEYS_AT, key_codes + first * bytes, key_codes + second * bytes, TILE_BYTES, lane);
     copy_two(to + VALUES_AT, value_codes + first * bytes, value_codes + second * bytes, TILE_BYTES, lane);
-#if FLOATING
+#if TOKEN_SCALES
     copy_two(to + KEY_META_AT, key_scale + first * 2, key_scale + second * 2, STEP, lane);
     copy_two(to + VALUE_META_AT, value_scale + first * 2, value_scale + second * 2, STEP, lane);
 #else
@@ -145,7 +156,7 @@ struct Codes {
     u32 word[4], made[4];
 #pragma unroll
     for (int tig = 0; tig < 4; tig++) word[tig] = words[word_at(i / HALF_CODES, (token & 7) * 4 + tig)];
-#if FLOATING
+#if TOKEN_SCALES
     const float scale = to_float(reinterpret_cast<const real*>(key_scale)[row]);
 #pragma unroll
     for (int tig = 0; tig < 4; tig++)
@@ -173,7 +184,7 @@ struct Codes {
     u32 word[8];
 #pragma unroll
     for (int gid = 0; gid < 8; gid++) word[gid] = words[word_at(i / HALF_CODES, gid * 4 + tig)];
-#if FLOATING
+#if TOKEN_SCALES
     const float scale = to_float(reinterpret_cast<const real*>(value_scale)[row]), low = 0.f;
 #else
     const long long tile = row / 16 * (16 * SHARE);

@@ -16,8 +16,10 @@ def _code(codes, row, word, lane, shift, wanted, D: tl.constexpr, BITS: tl.const
 
 
 @triton.jit
-def _from_float8(code):
-    """Return the fp32 numbers of e4m3 bytes, on GPUs that have no such instruction too."""
+def _from_byte(code, INTEGERS: tl.constexpr):
+    """Return the fp32 numbers of integers or of e4m3 bytes, on GPUs that have no such instruction too."""
+    if INTEGERS:
+        return (code - 128).to(tl.float32)
     rest = code & 0x7F
     small = (rest & 7).to(tl.float32) * 0.001953125
     normal = ((rest << 20) + ((127 - 7) << 23)).to(tl.float32, bitcast=True)
@@ -44,13 +46,14 @@ def decode_pages(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BITS: tl.constexpr,
+    INTEGERS: tl.constexpr,
     KEY_GROUP: tl.constexpr,
     VALUE_GROUP: tl.constexpr,
     T: tl.constexpr,
 ):
     """Decode a sequence's first keys_end keys and values_end values from pages table [M] int32 to keys and values [Hk, tokens, D].
 
-    Grid [blocks of T tokens, Hk, 2]: keys and values. BITS 8 is e4m3 with a scale a token.
+    Grid [blocks of T tokens, Hk, 2]: keys and values. BITS 8 is e4m3 or INTEGERS with a scale a token.
     """
     head = tl.program_id(1)
     is_key = tl.program_id(2) == 0
@@ -67,7 +70,7 @@ def decode_pages(
         code = d // 16 * 4 + d % 16 // 8 * 2 + t // 8
         number = _code(key_codes, row, code // each, t % 8 * 4 + d % 8 // 2, code % each * BITS + d % 2 * 16, wanted, D, BITS)
         if BITS == 8:
-            x = _from_float8(number) * tl.load(key_scale + row, there[:, None], 0.0).to(tl.float32)
+            x = _from_byte(number, INTEGERS) * tl.load(key_scale + row, there[:, None], 0.0).to(tl.float32)
         else:
             group = row // KEY_GROUP * D
             place = (d // 32 * 4 + d % 8 // 2) * 8 + d // 16 % 2 * 4 + d % 16 // 8 * 2 + d % 2
@@ -78,7 +81,7 @@ def decode_pages(
         code = (t // 8 * (D // 16) + d // 16) * 2 + d % 16 // 8
         number = _code(value_codes, row, code // each, d % 8 * 4 + t % 8 // 2, code % each * BITS + t % 2 * 16, wanted, D, BITS)
         if BITS == 8:
-            x = _from_float8(number) * tl.load(value_scale + row, there[:, None], 0.0).to(tl.float32)
+            x = _from_byte(number, INTEGERS) * tl.load(value_scale + row, there[:, None], 0.0).to(tl.float32)
         else:
             share: tl.constexpr = D // VALUE_GROUP
             tile, part = row // 16 * (16 * share), d // VALUE_GROUP

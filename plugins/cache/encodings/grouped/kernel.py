@@ -1,6 +1,6 @@
 """Appending to an encoded cache and encoding, in Triton: a step's newest token with whatever it completes, and all of a prompt.
 
-Rounding follows the roles (`trtkv.policies.packing`, `quantize/fp8.py`) bit for bit; where codes and metadata lie is said in `layout.py`.
+Rounding follows the roles (`trtkv.policies.packing`, `quantize/fp8.py`, `int8.py`) bit for bit; where codes and metadata lie is said in `layout.py`.
 """
 
 from __future__ import annotations
@@ -104,13 +104,17 @@ def _float8(x):
 
 
 @triton.jit
-def _keep_floats(x, row, wanted, codes, scales, dtype: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr):
-    """Encode keys or values x [T, BLOCK_D] fp32 as e4m3 with one scale a token."""
-    scale = tl.math.div_rn(tl.max(tl.abs(x), 1), tl.zeros_like(tl.max(x, 1)) + 448.0).to(dtype)
+def _keep_bytes(
+    x, row, wanted, codes, scales, dtype: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, INTEGERS: tl.constexpr, KEYS: tl.constexpr
+):  # fmt: skip
+    """Encode keys or values x [T, BLOCK_D] fp32 as e4m3 or integers with one scale a token."""
+    largest: tl.constexpr = 127.0 if INTEGERS else 448.0
+    scale = tl.math.div_rn(tl.max(tl.abs(x), 1), tl.zeros_like(tl.max(x, 1)) + largest).to(dtype)
     scale = tl.where(scale > 0, scale, 1.0).to(dtype)
     tl.store(scales + row, scale, wanted)
     y = tl.math.div_rn(x, tl.zeros_like(x) + scale.to(tl.float32)[:, None])
-    code = _float8(tl.minimum(tl.maximum(y, -448.0), 448.0))
+    y = tl.minimum(tl.maximum(y, -largest), largest)
+    code = _round(y).to(tl.int32) + 128 if INTEGERS else _float8(y)
     d, t = tl.arange(0, BLOCK_D)[None, :], (row % 16)[:, None].to(tl.int32)
     if KEYS:
         word, lane, byte = d // 8, t % 8 * 4 + d % 8 // 2, d % 2 * 2 + t // 8
@@ -123,7 +127,7 @@ def _keep_floats(x, row, wanted, codes, scales, dtype: tl.constexpr, D: tl.const
 @triton.jit
 def _encode_keys(
     keys, places, first, least, end, b, head, table, table_stride, page_size, codes, scales, minima,
-    HEADS_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    HEADS_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.constexpr, INTEGERS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Encode the keys at places [GROUP] of `keys`, tokens from first on of sequence b, those from least to before `end`: of groups, all."""
     d = tl.arange(0, BLOCK_D)
@@ -133,7 +137,7 @@ def _encode_keys(
     dtype = x.dtype
     if BITS == 8:
         rows = _row(table, b, token, head, table_stride, page_size, HEADS_KV, wanted)
-        _keep_floats(x.to(tl.float32), rows, wanted, codes, scales, dtype, D, BLOCK_D, True)
+        _keep_bytes(x.to(tl.float32), rows, wanted, codes, scales, dtype, D, BLOCK_D, INTEGERS, True)
     else:
         row = _row(table, b, first, head, table_stride, page_size, HEADS_KV, first >= 0)
         _keep_keys(x.to(tl.float32), row, codes, scales, minima, dtype, D, BLOCK_D, BITS, GROUP)
@@ -142,7 +146,8 @@ def _encode_keys(
 @triton.jit
 def _encode_values(
     values, places, first, least, end, b, head, table, table_stride, page_size, codes, scales, minima,
-    HEADS_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, T: tl.constexpr,
+    HEADS_KV: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BITS: tl.constexpr, INTEGERS: tl.constexpr, GROUP: tl.constexpr,
+    T: tl.constexpr,
 ):  # fmt: skip
     """Encode the values at places [T] of `values`, tokens from first on of sequence b, those from least to before `end`."""
     d = tl.arange(0, BLOCK_D)
@@ -152,19 +157,19 @@ def _encode_values(
     dtype = x.dtype
     rows = _row(table, b, token, head, table_stride, page_size, HEADS_KV, wanted)
     if BITS == 8:
-        _keep_floats(x.to(tl.float32), rows, wanted, codes, scales, dtype, D, BLOCK_D, False)
+        _keep_bytes(x.to(tl.float32), rows, wanted, codes, scales, dtype, D, BLOCK_D, INTEGERS, False)
     else:
         _keep_values(x.to(tl.float32), rows, wanted, codes, scales, minima, dtype, D, BLOCK_D, BITS, GROUP, T)
 
 
 @triton.jit
 def _encode_value(x, token, b, head, table, table_stride, page_size, codes, scales, minima, HEADS_KV: tl.constexpr, D: tl.constexpr,
-                  BLOCK_D: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
+                  BLOCK_D: tl.constexpr, BITS: tl.constexpr, INTEGERS: tl.constexpr, GROUP: tl.constexpr):  # fmt: skip
     """Encode the value x [1, BLOCK_D] of a token of sequence b."""
     there = tl.arange(0, 1) == 0
     rows = _row(table, b, token + tl.arange(0, 1), head, table_stride, page_size, HEADS_KV, there)
     if BITS == 8:
-        _keep_floats(x.to(tl.float32), rows, there, codes, scales, x.dtype, D, BLOCK_D, False)
+        _keep_bytes(x.to(tl.float32), rows, there, codes, scales, x.dtype, D, BLOCK_D, INTEGERS, False)
     else:
         _keep_values(x.to(tl.float32), rows, there, codes, scales, minima, x.dtype, D, BLOCK_D, BITS, GROUP, 1)
 
@@ -222,6 +227,7 @@ def append_encoded(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BITS: tl.constexpr,
+    INTEGERS: tl.constexpr,
     KEY_GROUP: tl.constexpr,
     VALUE_GROUP: tl.constexpr,
     TOGETHER: tl.constexpr,
@@ -236,7 +242,7 @@ def append_encoded(
     qkv [T, (Hq + 2 Hk) D], row starts[b] for sequence b; positions [T], lens [B] stored tokens behind the append, slots [B], table
     [B, M] int32; rope [X, D] fp32; keys and values [Z, Hk, ring + SINK, D], token t at place t % ring, the first ones at ring + t too.
     When a run of `residual` tokens is complete its keys are encoded; so are its values (TOGETHER), or else in every step the value that leaves
-    the residual. PHASED: runs are counted from origins[slot] of origins [Z] int32. BITS 8 is e4m3 with a scale a token, whose run is one token.
+    the residual. PHASED: runs are counted from origins[slot] of origins [Z] int32. BITS 8: e4m3 or INTEGERS with a scale a token, runs of one.
     With TURN keys, values and queries are rotated. Only qkv is the work of the kernel in front: everything else is read before this one waits,
     and the value that leaves is encoded before.
     early lets the kernel behind this one begin before the one in front of it has ended: both may have written nothing that it reads before it
@@ -264,7 +270,7 @@ def append_encoded(
             if leaving >= 0:
                 old = tl.load(values + (base + leaving % ring) * D + d, inside, 0.0)
                 _encode_value(old[None, :], leaving, b, own, table, table_stride, page_size, value_codes, value_scale, value_minimum,
-                              HEADS_KV, D, BLOCK_D, BITS, VALUE_GROUP)  # fmt: skip
+                              HEADS_KV, D, BLOCK_D, BITS, INTEGERS, VALUE_GROUP)  # fmt: skip
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
@@ -278,7 +284,7 @@ def append_encoded(
         if BITS == 8:
             if counted % residual == 0:
                 _encode_value(x[None, :], stored - 1, b, own, table, table_stride, page_size, value_codes, value_scale, value_minimum,
-                              HEADS_KV, D, BLOCK_D, BITS, VALUE_GROUP)  # fmt: skip
+                              HEADS_KV, D, BLOCK_D, BITS, INTEGERS, VALUE_GROUP)  # fmt: skip
         elif TOGETHER:  # noqa: SIM102
             if counted % residual == 0:
                 tl.debug_barrier()  # the other threads of this program read what was stored
@@ -286,7 +292,7 @@ def append_encoded(
                     places = base + (begin + tl.arange(0, KEY_GROUP)) % ring
                     _encode_values(
                         values, places, begin, begin, stored, b, own, table, table_stride, page_size, value_codes, value_scale, value_minimum,
-                        HEADS_KV, D, BLOCK_D, BITS, VALUE_GROUP, KEY_GROUP,
+                        HEADS_KV, D, BLOCK_D, BITS, INTEGERS, VALUE_GROUP, KEY_GROUP,
                     )  # fmt: skip
     else:
         half: tl.constexpr = D // 2
@@ -323,14 +329,14 @@ def append_encoded(
                 if BITS == 8:
                     there = tl.arange(0, 1) == 0
                     rows = _row(table, b, stored - 1 + tl.arange(0, 1), own, table_stride, page_size, HEADS_KV, there)
-                    _keep_floats(turned[None, :].to(tl.float32), rows, there, key_codes, key_scale, dtype, D, BLOCK_D, True)
+                    _keep_bytes(turned[None, :].to(tl.float32), rows, there, key_codes, key_scale, dtype, D, BLOCK_D, INTEGERS, True)
                 else:
                     tl.debug_barrier()  # the other threads of this program read what was stored
                     for begin in range(stored - residual, stored, KEY_GROUP):
                         places = base + tl.maximum(begin + tl.arange(0, KEY_GROUP), SINK) % ring
                         _encode_keys(
                             keys, places, begin, begin, stored, b, own, table, table_stride, page_size, key_codes, key_scale, key_minimum,
-                            HEADS_KV, D, BLOCK_D, BITS, KEY_GROUP,
+                            HEADS_KV, D, BLOCK_D, BITS, INTEGERS, KEY_GROUP,
                         )  # fmt: skip
         else:
             tl.store(out + row * (HEADS_Q * D) + (head - 2 * HEADS_KV).to(tl.int64) * D + d, turned, inside)
@@ -359,6 +365,7 @@ def encode_prompt(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BITS: tl.constexpr,
+    INTEGERS: tl.constexpr,
     KEY_GROUP: tl.constexpr,
     VALUE_GROUP: tl.constexpr,
     SINK: tl.constexpr,
@@ -380,7 +387,7 @@ def encode_prompt(
                 row = tl.load(kept + head.to(tl.int64) * count + row, row < keys_end, 0)
             _encode_keys(
                 keys, base + row, begin, keys_begin, keys_end, b, head, table, 0, page_size,
-                key_codes, key_scale, key_minimum, HEADS_KV, D, BLOCK_D, BITS, KEY_GROUP,
+                key_codes, key_scale, key_minimum, HEADS_KV, D, BLOCK_D, BITS, INTEGERS, KEY_GROUP,
             )  # fmt: skip
     if (block * T < values_end) & (block * T + T > values_begin):
         row = block * T + tl.arange(0, T)
@@ -388,5 +395,5 @@ def encode_prompt(
             row = tl.load(kept + head.to(tl.int64) * count + row, row < values_end, 0)
         _encode_values(
             values, base + row, block * T, values_begin, values_end, b, head, table, 0, page_size,
-            value_codes, value_scale, value_minimum, HEADS_KV, D, BLOCK_D, BITS, VALUE_GROUP, T,
+            value_codes, value_scale, value_minimum, HEADS_KV, D, BLOCK_D, BITS, INTEGERS, VALUE_GROUP, T,
         )  # fmt: skip

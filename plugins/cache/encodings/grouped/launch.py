@@ -231,9 +231,9 @@ def attend_kernel(one: Format, dim: int, group: int, bf16: bool, arch: str, bloc
 def attend_defines(one: Format, dim: int, group: int, bf16: bool, block: Block) -> dict[str, int]:
     """Return the definitions of the attention kernel's source."""
     return {
-        "D": dim, "GROUP_HEADS": group, "BITS": one.bits, "KEY_GROUP": max(16, one.key_group), "VALUE_GROUP": one.value_group,
-        "WARPS": block.warps, "STAGES": block.stages, "PHASED": one.phased, "SETTLED": one.window > 0, "BF16": bf16, "SINK": one.sink,
-        "TURN": block_size(dim) if one.rotated else 0,
+        "D": dim, "GROUP_HEADS": group, "BITS": one.bits, "INTEGERS": one.integers, "KEY_GROUP": max(16, one.key_group),
+        "VALUE_GROUP": one.value_group, "WARPS": block.warps, "STAGES": block.stages, "PHASED": one.phased, "SETTLED": one.window > 0,
+        "BF16": bf16, "SINK": one.sink, "TURN": block_size(dim) if one.rotated else 0,
     }  # fmt: skip
 
 
@@ -302,7 +302,8 @@ def prompt_kernel(one: Format, heads: int, dim: int, listed: bool, dtype: str, a
 def shape_constants(one: Format, heads: int, dim: int) -> dict[str, int]:
     """Return the constants that all kernels in Triton take."""
     block = 1 << (dim - 1).bit_length()
-    return {"HEADS_KV": heads, "D": dim, "BLOCK_D": block, "BITS": one.bits, "KEY_GROUP": one.key_group, "VALUE_GROUP": one.value_group}
+    groups = {"KEY_GROUP": one.key_group, "VALUE_GROUP": one.value_group}
+    return {"HEADS_KV": heads, "D": dim, "BLOCK_D": block, "BITS": one.bits, "INTEGERS": one.integers, **groups}
 
 
 def _append_constants(one: Format, heads_q: int, heads: int, dim: int, norm: bool, overlap: bool) -> Constants:

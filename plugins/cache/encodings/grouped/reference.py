@@ -31,7 +31,7 @@ def decode(pages: Pages, table: Tensor, part: str) -> Tensor:
     one, numbers = pages.format, stored_numbers(pages, table, part)
     codes, scale = numbers["codes"], numbers["scale"].float()
     if one.bits == 8:
-        return codes.view(torch.float8_e4m3fn).float() * scale[..., None]
+        return (codes.float() - 128 if one.integers else codes.view(torch.float8_e4m3fn).float()) * scale[..., None]
     if part == "keys":
         wide: Tensor = codes.unflatten(1, (-1, one.key_group)).float()
         return (wide * scale[:, :, None] + numbers["minimum"].float()[:, :, None]).flatten(1, 2)

@@ -16,10 +16,10 @@
 #define KEY_UNIT 0x1p20f
 #define VALUE_UNIT 0x1p110f
 #define OUTPUT_UNIT 0x1p10f
-#elif FLOATING
+#elif TOKEN_SCALES
 #define QUERY_UNIT 1.f
-#define KEY_UNIT 256.f
-#define VALUE_UNIT 256.f
+#define KEY_UNIT (FLOATING ? 256.f : BYTE_UNIT)
+#define VALUE_UNIT KEY_UNIT
 #define OUTPUT_UNIT 1.f
 #endif
 
@@ -58,17 +58,17 @@ struct Residual {
     const long long bytes = D * BITS / 8;
     if (first < keys_end) {
       const u32 raw = to + TILE_ROWS_BYTES;
-      const long long meta = FLOATING ? row_in_pool * 2 : row_in_pool / KEY_GROUP * (2 * D);
+      const long long meta = TOKEN_SCALES ? row_in_pool * 2 : row_in_pool / KEY_GROUP * (2 * D);
       Codes::copy(raw, codes.key_codes + row_in_pool * bytes, TILE_BYTES, lane);
       Codes::copy(raw + TILE_BYTES, codes.key_scale + meta, RAW_KEY_META, lane);
-      if (!FLOATING) Codes::copy(raw + TILE_BYTES + RAW_KEY_META, codes.key_minimum + meta, RAW_KEY_META, lane);
+      if (!TOKEN_SCALES) Codes::copy(raw + TILE_BYTES + RAW_KEY_META, codes.key_minimum + meta, RAW_KEY_META, lane);
     }
     if (first < values_end) {
       const u32 raw = to + TILE_ROWS_BYTES + RAW_KEYS;
-      const long long meta = row_in_pool * 2 * (FLOATING ? 1 : SHARE);
+      const long long meta = row_in_pool * 2 * (TOKEN_SCALES ? 1 : SHARE);
       Codes::copy(raw, codes.value_codes + row_in_pool * bytes, TILE_BYTES, lane);
       Codes::copy(raw + TILE_BYTES, codes.value_scale + meta, RAW_VALUE_META, lane);
-      if (!FLOATING) Codes::copy(raw + TILE_BYTES + RAW_VALUE_META, codes.value_minimum + meta, RAW_VALUE_META, lane);
+      if (!TOKEN_SCALES) Codes::copy(raw + TILE_BYTES + RAW_VALUE_META, codes.value_minimum + meta, RAW_VALUE_META, lane);
     }
   }
   // Those in full precision, of tokens that do not exist zeros; the others are left as they are.
@@ -102,14 +102,14 @@ struct SeenCodes : Seen {
     for (int g = 0; g < KEY_GROUPS; g++) {
 #pragma unroll
       for (int pair = 0; pair < D / 32; pair++) {
-#if !FLOATING
+#if !TOKEN_SCALES
         const uint4 x = *reinterpret_cast<const uint4*>(stage + KEY_META_AT + g * 2 * D + (pair * 4 + tig) * 16);
         const u32 scale[4] = {x.x, x.y, x.z, x.w};
 #endif
 #pragma unroll
         for (int k = 2 * pair; k < 2 * pair + 2; k++) {
           const u32 q0 = query[2 * k], q1 = query[2 * k + 1];
-#if FLOATING
+#if TOKEN_SCALES
           const u32 b0 = q0, b1 = q1;
 #else
           const int at = (k & 1) * 2;
@@ -133,7 +133,7 @@ struct SeenCodes : Seen {
 #pragma unroll
       for (int i = 0; i < 4; i++) s[u][i] += base[i];
     }
-#if FLOATING
+#if TOKEN_SCALES
     const real* scales = reinterpret_cast<const real*>(stage + KEY_META_AT) + (lane >> 2);
 #pragma unroll
     for (int u = 0; u < 2; u++) {
@@ -157,7 +157,7 @@ struct SeenCodes : Seen {
     float mx = fmaxf(fmaxf(s[0][0], s[0][2]), fmaxf(s[1][0], s[1][2])), my = fmaxf(fmaxf(s[0][1], s[0][3]), fmaxf(s[1][1], s[1][3]));
     raise(mx * scale_log2, my * scale_log2);
     mx = top[0], my = top[1];
-#if FLOATING
+#if TOKEN_SCALES
     const real* scales = reinterpret_cast<const real*>(stage + VALUE_META_AT) + gid;
 #endif
 #pragma unroll
@@ -165,7 +165,7 @@ struct SeenCodes : Seen {
       float x0 = exp2_fast(s[u][0] * scale_log2 - mx), y0 = exp2_fast(s[u][1] * scale_log2 - my);
       float x1 = exp2_fast(s[u][2] * scale_log2 - mx), y1 = exp2_fast(s[u][3] * scale_log2 - my);
       sum[0] += x0 + x1, sum[1] += y0 + y1;
-#if FLOATING
+#if TOKEN_SCALES
       const float vx = to_float(scales[16 * u]) * VALUE_UNIT, vy = to_float(scales[16 * u + 8]) * VALUE_UNIT;
       x0 *= vx, y0 *= vx, x1 *= vy, y1 *= vy;
 #endif
@@ -175,7 +175,7 @@ struct SeenCodes : Seen {
 #pragma unroll
       for (int g = 0; g < SHARE; g++) {
         u32 b0 = p0, b1 = p1;
-#if !FLOATING
+#if !TOKEN_SCALES
         const uint2 scale = *reinterpret_cast<const uint2*>(stage + VALUE_META_AT + u * 32 * SHARE + (g * 4 + tig) * 8);
         b0 = times(p0, scale.x), b1 = times(p1, scale.y);
 #endif
@@ -187,7 +187,7 @@ struct SeenCodes : Seen {
               numbers(word1, j % HALF_CODES + 1, magic), b0, b1);
         }
       }
-#if !FLOATING
+#if !TOKEN_SCALES
       const int row = (lane & 7) + (lane >> 3 & 1) * 8; // of a group of channels; there are none behind SHARE
       const char* minima = stage + VALUE_META_AT + VALUE_META + u * 32 * SHARE + row * 32 + (lane >> 4) * 16;
       u32 a[4];
@@ -232,7 +232,7 @@ struct SeenCodes : Seen {
 
   // Bring the query and what was seen of codes to what tokens in full precision want.
   __device__ __forceinline__ void leave_codes(u32 (&query)[D / 8]) {
-#if FLOATING
+#if TOKEN_SCALES
 #pragma unroll
     for (int k = 0; k < D / 8; k++) query[k] = times(query[k], bits_of(both(1.f / QUERY_UNIT)));
 #pragma unroll
@@ -255,7 +255,7 @@ struct SeenCodes : Seen {
 
 // The query as the codes' other operand; `leave_codes` takes it back.
 __device__ __forceinline__ void begin_codes(u32 (&query)[D / 8]) {
-#if FLOATING
+#if TOKEN_SCALES
 #pragma unroll
   for (int k = 0; k < D / 8; k++) query[k] = times(query[k], bits_of(both(QUERY_UNIT)));
 #endif
