@@ -41,6 +41,16 @@ def test_the_choice_builds_and_a_second_search_measures_nothing(tiny_llama: Tiny
     assert "# fp8: chosen by trtkv tune" in (here / "tuned.toml").read_text()
 
 
+def test_processes_choose_what_one_chooses(tiny_llama: TinyModel, here: Path, capsys: Capture) -> None:
+    """By the same cells: what one search measured, another does not measure again, whatever its number of processes."""
+    words = ["tune", "--model", tiny_llama.path, *SMALL[:3], 24, *SMALL[4:], "--min-quality", 0.5]
+    told = [output(capsys, *words, "--jobs", jobs, "--output", place) for jobs, place in ((1, "one"), (3, "three"), (1, "three"))]
+    chosen = [next(one for one in each["candidates"] if one["chosen"]) for each in told]
+    assert chosen[0] == chosen[1] == chosen[2] and told[2] == told[0]
+    one, three = (set(Results(here / place).finished()) for place in ("one", "three"))
+    assert one <= three, "three have a candidate's samples ahead, but cut alike"
+
+
 def test_ones_own_text_is_measured_at_several_places(tiny_llama: TinyModel, here: Path, capsys: Capture) -> None:
     (here / "own.txt").write_text(" ".join(f"line {index} says {index * index % 97}." for index in range(60)))
     words = ["tune", "--model", tiny_llama.path, "--context", 192, "--samples", 4, "--policy", "fp8", "--text", "own.txt", "--min-quality", 0.5]

@@ -85,7 +85,7 @@ def tune(
         weights: Checkpoint directory; the model's by default.
         dtype: float32, float16 or bfloat16; the checkpoint's by default.
         device: auto, cpu, cuda or cuda:N.
-        jobs: Candidates that are measured at once, a process each.
+        jobs: Processes that share the measuring.
         output: Directory of what was measured.
         out: File of the policy.
         plot: Draw quality against the cache and what a step reads into this file (png, svg or pdf).
