@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny import TinyModel
 from trtkv.checkpoint.find import Source
 from trtkv.config import ModelConfig
 from trtkv.engine.predict import predict
@@ -18,7 +19,7 @@ from trtkv.eval.subjects import Subject
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
 from trtkv.presets import model_presets
-from trtkv.tune.candidates import Candidate, Cost, cost_of
+from trtkv.tune.candidates import Candidate, Cost, candidates, cost_of
 from trtkv.tune.estimate import Estimate, Losses, against, estimate, worst
 from trtkv.tune.race import Goal, Race, Step, choose, frontier, measured, nearest
 
@@ -198,3 +199,11 @@ def test_costs_are_those_of_the_plan(name: str) -> None:
     small = cost_of(gemma, policy, context, batch)
     assert 0 < small.read_bytes - predict(gemma, policy, context, batch)["weight_bytes"] <= predict(gemma, policy, context, batch)["stored_bytes"]
     assert replace(cost, read_bytes=10**9).milliseconds(1e12) == pytest.approx(1.0)
+
+
+def test_what_is_recommended_is_tried_as_it_stands(tiny_llama: TinyModel) -> None:
+    names = [one.name for one in candidates(str(tiny_llama.path), 320, 1)[0]]
+    assert {"full", "near-lossless", "balanced", "smallest", "rotated", "fp8", "streaming --budget 160"} <= set(names)
+    named = [one.name for one in candidates(str(tiny_llama.path), 320, 1, ["smallest", "streaming"])[0]]
+    assert named == ["full", "smallest", *(f"streaming --budget {tokens}" for tokens in (40, 80, 160))]
+    assert [one.name for one in candidates(str(tiny_llama.path), 320, 1, ["smallest"], ["300"])[0]] == ["full", "smallest --budget 300"]
