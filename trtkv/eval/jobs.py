@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Thread
+from threading import Thread, current_thread, main_thread
 from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
@@ -29,6 +30,7 @@ from trtkv.eval.results import Results
 from trtkv.eval.runner import Runner
 
 WAIT_S = 0.2  # between looks at what workers say and at cells that other commands run
+TERMINATED = 128 + signal.SIGTERM  # the exit code
 TELL_S = 0.5  # between words of one worker about an unfinished cell
 Progress = Callable[[str, float], None]  # a cell's key and the fraction of it that is done
 
@@ -89,7 +91,9 @@ class Workers:
         self._stack, self._workers, self._pools = ExitStack(), list[_Worker](), list[ProcessPoolExecutor]()
 
     def __enter__(self) -> Workers:
-        """Prepare the workers."""
+        """Prepare the workers; SIGTERM ends the command as an error does."""
+        if current_thread() is main_thread():
+            self._stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED)))
         if self._jobs == 1:
             self._workers = [_Worker(self._run_here)]
             return self

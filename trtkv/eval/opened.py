@@ -10,7 +10,7 @@ import torch
 
 from trtkv import api
 from trtkv.engine.directory import Request, build_engine
-from trtkv.errors import CapacityError
+from trtkv.errors import BuildError, CapacityError
 from trtkv.eval.subjects import Subject
 from trtkv.runtime.llm import LLM
 
@@ -47,6 +47,9 @@ def open_subject(subject: Subject, setup: Setup) -> LLM:
         request = Request(subject.source, subject.source.config, subject.policy, limits, Path(place) / "engine", sms, backend="none")
         try:
             built = build_engine(request)
-        except CapacityError as error:  # the directory is not the user's choice
+        except (BuildError, CapacityError) as error:
+            if "--out" not in error.fix:
+                raise
+            # The directory is not the user's choice.
             raise CapacityError(error.problem, "Free some space, or set TMPDIR to a directory on another disk.") from None
         return LLM(built.path, device=setup.device, executor=setup.executor, dense_below=0)
