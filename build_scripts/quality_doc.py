@@ -128,7 +128,7 @@ cells (answers to one sample), by the floor of quality. Goal: all, with a tenth.
 
 
 def calibrating(rows: Sequence[Record]) -> str:
-    """Set policies with calibrated shares beside the same policies without: right answers, bytes, and the loss in nats a token of answers and texts."""
+    """Set calibrated shares beside none: right answers, bytes, and the loss in nats a token of answers and texts."""
     asked, texts = ([row for row in rows if (row["task"] == "prose") is text] for text in (False, True))
 
     def said(name: str, other: str) -> str:
