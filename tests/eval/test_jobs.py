@@ -20,11 +20,13 @@ from tests.tiny import TinyModel
 from trtkv.api import build
 from trtkv.errors import CapacityError, TrtkvError
 from trtkv.eval.grid import Cell, Request, expand
-from trtkv.eval.jobs import run_cells
+from trtkv.eval.jobs import Cells, Workers, run_cells
 from trtkv.eval.opened import Setup, open_subject
 from trtkv.eval.results import Results
 from trtkv.eval.runner import Runner, means
 from trtkv.eval.samples import SampleMaker
+from trtkv.runtime import loading
+from trtkv.runtime.weights import map_weights
 
 SETUP = Setup(device="cpu", batch=2, max_tokens=400)
 POLICIES = ("fier", "quest", "streaming", "lagkv", "kivi", "minikv")
@@ -103,6 +105,17 @@ def test_finished_cells_are_not_run_again(tiny_llama: TinyModel, tmp_path: Path,
     assert [one for one in after if one in before] == before
 
 
+def test_weights_are_loaded_once(tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all policies, and for the full one that texts compare with; others where they are others."""
+    loads: list[object] = []
+    monkeypatch.setattr(loading, "map_weights", lambda *about: (loads.append(about), map_weights(*about))[1])
+    runner = Runner(SETUP)
+    run_cells(cells(tiny_llama, tasks=("passkey", "agreement")), runner, tmp_path, 1, no_progress)
+    assert len(loads) == 1
+    run_cells(cells(tiny_llama, dtype="bfloat16"), runner, tmp_path, 1, no_progress)
+    assert len(loads) == 2
+
+
 def test_an_interrupt_loses_the_running_cell_alone(tiny_llama: TinyModel, tmp_path: Path) -> None:
     some = cells(tiny_llama)
 
@@ -159,6 +172,17 @@ def test_a_worker_that_is_killed_is_reported(tiny_llama: TinyModel, tmp_path: Pa
     with pytest.raises(CapacityError, match="a worker was ended from outside"):
         run_cells(cells(tiny_llama), Runner(SETUP), tmp_path, 2, kill)
     assert multiprocessing.active_children() == []
+
+
+def test_a_worker_that_is_killed_between_cells_too(tiny_llama: TinyModel, tmp_path: Path) -> None:
+    some = cells(tiny_llama)
+    with pytest.raises(CapacityError, match="a worker was ended from outside"), Workers(Runner(SETUP), tmp_path, 2) as workers:
+        workers.run(Cells(some[:2]), no_progress)
+        children = multiprocessing.active_children()
+        for child in children:
+            os.kill(child.pid or 0, signal.SIGKILL)
+        workers.run(Cells(some), no_progress)
+    assert len(children) == 2 and len(Results(tmp_path).finished()) == 2 and multiprocessing.active_children() == []
 
 
 def gone(process: subprocess.Popen[str], deadline: float) -> None:

@@ -149,6 +149,8 @@ class Workers:
                 for one in self._finished(running, progress):
                     free.append(one.worker)
                     start(one.cell)
+        except BrokenProcessPool:
+            raise CapacityError("a worker was ended from outside, perhaps for lack of memory", "Lower --jobs.") from None
         finally:
             for one in running.values():
                 one.claim.close()
@@ -161,14 +163,11 @@ class Workers:
         for worker in self._workers:
             while worker.said and worker.said.poll():
                 progress(*worker.said.recv())
-        found = []
         for future in done:
-            try:
-                future.result()
-            except BrokenProcessPool:
-                raise CapacityError("a worker was ended from outside, perhaps for lack of memory", "Lower --jobs.") from None
-            found.append(running.pop(future))
-            found[-1].claim.close()
+            future.result()
+        found = [running.pop(future) for future in done]
+        for one in found:
+            one.claim.close()
         return found
 
     def _run_here(self, cell: Cell, progress: Progress) -> Future[None]:
