@@ -122,7 +122,28 @@ Of {RACES} races, each with samples in another order, so many choose what all {t
 cells (answers to one sample), by the floor of quality. Goal: all, with a tenth. **{verdict}.**
 {one["samples"]} samples of {asked}; {one["model"]}, {one["length"]:,} tokens, {one["device"]}, {commits(rows)}, `build_scripts/quality_tune.py`.
 
-{chr(10).join(map(said, LEAST))}"""
+{chr(10).join(map(said, LEAST))}
+
+{calibrating(read_records(folder / "quality-calibrated.jsonl"))}"""
+
+
+def calibrating(rows: Sequence[Record]) -> str:
+    """Set calibrated shares beside none: right answers, bytes, and the loss in nats a token of answers and texts."""
+    asked, texts = ([row for row in rows if (row["task"] == "prose") is text] for text in (False, True))
+
+    def said(name: str, other: str) -> str:
+        preset, *budget = name.split()
+        right, before = (sum(row["answers"][one]["exact"] for row in asked) for one in (other, name))
+        size = fmean(row["answers"][other]["bytes"] / row["answers"][name]["bytes"] for row in asked)
+        more, more_in_texts = ([row["answers"][other]["nll"] - row["answers"][name]["nll"] for row in some] for some in (asked, texts))
+        error = stdev(more) / math.sqrt(len(more))
+        shown = " ".join([f"`{preset}`", *budget])
+        return f"{shown} {right} ({before}) with {size:.0%} bytes, {fmean(more):+.2f} ± {error:.2f}, {fmean(more_in_texts):+.2f}"
+
+    names = [name for name in rows[0]["answers"] if name != "full"]
+    return f"""`--calibrate`, question seen: right of {len(asked)} (uncalibrated), nats a token more in answers, in {len(texts)} texts:
+{"; ".join(map(said, names[::2], names[1::2]))}.
+CPU, {commits(rows)}, `build_scripts/calibrate_shares.py`."""
 
 
 def goals(records: Records) -> str:

@@ -26,11 +26,12 @@ from trtkv.eval.grid import Cell, task_specs
 from trtkv.eval.jobs import run_cells
 from trtkv.eval.opened import Setup
 from trtkv.eval.results import Results
+from trtkv.eval.runner import Runner
 from trtkv.eval.subjects import Subject
 from trtkv.eval.tasks import task_names
 from trtkv.tune.candidates import Candidate, Cost, candidates
 from trtkv.tune.estimate import Estimate, Losses, estimate, worst
-from trtkv.tune.race import Goal, Race, Step, choose
+from trtkv.tune.race import Goal, Race, Step, choose, measured
 
 FLOORS = (0.8, 0.9, 0.95, 0.99)
 LEAST: tuple[Literal["cache", "reads"], ...] = ("cache", "reads")
@@ -56,7 +57,7 @@ def main() -> None:
     for one in (grid, again):
         one.add_argument("records", type=Path)
     again.add_argument("--share", type=float, default=1.0, help="of the samples, others in every race")
-    again.add_argument("--jobs", type=int, default=1, help="candidates that are measured at once")
+    again.add_argument("--jobs", type=int, default=1, help="cells that are measured at once")
     options = parser.parse_args()
     if options.command == "measure":
         measure(options)
@@ -71,7 +72,7 @@ def measure(options: argparse.Namespace) -> None:
     every, _ = candidates(options.model, options.length, 1, dtype=options.dtype)
     cells = {(one.name, spec.name): Cell(one.subject, spec, options.length, options.samples, 0, "forced") for one in every for spec in specs}
     setup = Setup(options.device, "torch", options.batch, options.length)
-    run_cells(list(cells.values()), setup, options.directory, options.jobs, lambda key, share: None)
+    run_cells(list(cells.values()), Runner(setup), options.directory, options.jobs, lambda key, share: None)
     results = Results(options.directory).finished()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "2-core x86-64"
     about = {name: getattr(options, name) for name in ("model", "length", "samples", "dtype", "commit")} | {"device": device}
@@ -132,22 +133,22 @@ def _races(
             for one in field
         }  # fmt: skip
         whole = {name: worst(estimate(Losses.of(every)) for every in by) for name, by in lost.items()}
-        measured = len(full) * len(order)  # full's
+        cells = len(full) * len(order)  # full's
 
-        def answers(steps: Sequence[Step], lost: Mapping[str, Sequence[Sequence[float]]] = lost) -> list[Losses]:
-            nonlocal measured
-            measured += sum(step.new for step in steps)
-            return [Losses.of(lost[step.one.subject.key][step.task][step.done : step.done + step.new]) for step in steps]
+        def answer(step: Step, lost: Mapping[str, Sequence[Sequence[float]]] = lost) -> Losses:
+            nonlocal cells
+            cells += step.new
+            return Losses.of(lost[step.one.subject.key][step.task][step.done : step.done + step.new])
 
         found = dict[str, Estimate]()
         mixed = rng.sample(field, len(field))
-        race = Race(goal, mixed, [len(right) for _, right in pools], [1] * len(pools), answers, found, jobs)
-        mine = choose(goal, race.run(), found)
+        race = Race(goal, mixed, [len(right) for _, right in pools], [1] * len(pools), found)
+        mine = choose(goal, measured(race, answer, jobs), found)
         theirs = choose(goal, field, whole)
         choices[theirs and theirs.subject.key] += 1
         same += mine is theirs
         near += mine is theirs or (mine is not None and theirs is not None and goal.size(mine)[0] <= 1.1 * goal.size(theirs)[0])
-        shares.append(measured / (len(full) * len(order) * (len(field) + 1)))
+        shares.append(cells / (len(full) * len(order) * (len(field) + 1)))
     return Replay(goal, len(field), choices.most_common(1)[0][0], same, near, seeds, fmean(shares), max(shares))
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from plugins.linear.packed.launch import MOST_TOKENS
 from trtkv.cli.eval import _cells_bar
 from trtkv.eval.grid import Cell, Request, expand
-from trtkv.eval.jobs import work_through
+from trtkv.eval.jobs import run_cells
 from trtkv.eval.opened import Setup
 from trtkv.eval.results import Results
 from trtkv.eval.runner import Runner
@@ -87,7 +87,7 @@ def main() -> None:
     runner = WideRunner(Setup(options.device, "torch", 4, options.length))
     runner.commit, runner.encodes = options.commit, options.encode_tokens
     with _cells_bar(todo) as report:
-        work_through(todo, runner, results, report)
+        run_cells(todo, runner, options.results, 1, report)
     for cell in cells if options.json else ():
         print(json.dumps(results.finished()[cell.key]))
 

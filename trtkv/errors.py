@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copyreg import __newobj__  # type: ignore[attr-defined]
 from difflib import get_close_matches
 
 
@@ -12,6 +13,10 @@ class TrtkvError(Exception):
     def __init__(self, problem: str, fix: str) -> None:
         super().__init__(f"{problem}. {fix}")
         self.problem, self.fix = problem, fix
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle what is said, whatever it was made of: a worker's error is raised in its parent."""
+        return __newobj__, (type(self), *self.args), self.__dict__
 
 
 class UnknownName(TrtkvError):

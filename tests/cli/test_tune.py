@@ -41,6 +41,16 @@ def test_the_choice_builds_and_a_second_search_measures_nothing(tiny_llama: Tiny
     assert "# fp8: chosen by trtkv tune" in (here / "tuned.toml").read_text()
 
 
+def test_processes_choose_what_one_chooses(tiny_llama: TinyModel, here: Path, capsys: Capture) -> None:
+    """By the same cells: what one search measured, another does not measure again, whatever its number of processes."""
+    words = ["tune", "--model", tiny_llama.path, *SMALL[:3], 24, *SMALL[4:], "--min-quality", 0.5]
+    told = [output(capsys, *words, "--jobs", jobs, "--output", place) for jobs, place in ((1, "one"), (3, "three"), (1, "three"))]
+    chosen = [next(one for one in each["candidates"] if one["chosen"]) for each in told]
+    assert chosen[0] == chosen[1] == chosen[2] and told[2] == told[0]
+    one, three = (set(Results(here / place).finished()) for place in ("one", "three"))
+    assert one <= three, "three have a candidate's samples ahead, but cut alike"
+
+
 def test_ones_own_text_is_measured_at_several_places(tiny_llama: TinyModel, here: Path, capsys: Capture) -> None:
     (here / "own.txt").write_text(" ".join(f"line {index} says {index * index % 97}." for index in range(60)))
     words = ["tune", "--model", tiny_llama.path, "--context", 192, "--samples", 4, "--policy", "fp8", "--text", "own.txt", "--min-quality", 0.5]
@@ -130,8 +140,11 @@ def test_calibrated_shares_are_one_more_candidate(tiny_llama: TinyModel, here: P
 
 
 def test_the_table_fits_a_terminal(tiny_llama: TinyModel, capsys: Capture) -> None:
-    out = printed(capsys, "tune", "--model", tiny_llama.path, *SMALL, "--min-quality", 0.5)
-    assert max(map(len, out.splitlines()[:-1])) <= 80 and out.splitlines()[-1].startswith("trtkv build --model")
+    words = [*SMALL[:4], "--calibrate", "--policy", "fp8,expected-attention+fp8,smallest", "--min-quality", 0.5]
+    *table, command = printed(capsys, "tune", "--model", tiny_llama.path, *words).splitlines()
+    assert max(map(len, table)) <= 80 and command.startswith("trtkv build --model")
+    lines = [line.split() for line in table]
+    assert ["expected-attention+fp8", "~96"] in [line[:2] for line in lines] and ["smallest", "~"] in [line[:2] for line in lines]
 
 
 def test_with_memory_enough_nothing_is_measured(tiny_llama: TinyModel, here: Path, capsys: Capture) -> None:

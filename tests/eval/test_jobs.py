@@ -20,11 +20,13 @@ from tests.tiny import TinyModel
 from trtkv.api import build
 from trtkv.errors import CapacityError, TrtkvError
 from trtkv.eval.grid import Cell, Request, expand
-from trtkv.eval.jobs import run_cells
+from trtkv.eval.jobs import Cells, Workers, run_cells
 from trtkv.eval.opened import Setup, open_subject
 from trtkv.eval.results import Results
 from trtkv.eval.runner import Runner, means
 from trtkv.eval.samples import SampleMaker
+from trtkv.runtime import loading
+from trtkv.runtime.weights import map_weights
 
 SETUP = Setup(device="cpu", batch=2, max_tokens=400)
 POLICIES = ("fier", "quest", "streaming", "lagkv", "kivi", "minikv")
@@ -45,7 +47,7 @@ def stable(records: Any) -> list[dict[str, Any]]:
 
 
 def run(some: list[Cell], setup: Setup, directory: Path, jobs: int = 1) -> list[dict[str, Any]]:
-    run_cells(some, setup, directory, jobs, no_progress)
+    run_cells(some, Runner(setup), directory, jobs, no_progress)
     return stable(Results(directory).finished().values())
 
 
@@ -103,16 +105,28 @@ def test_finished_cells_are_not_run_again(tiny_llama: TinyModel, tmp_path: Path,
     assert [one for one in after if one in before] == before
 
 
+def test_weights_are_loaded_once(tiny_llama: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all policies, and for the full one that texts compare with; others where they are others."""
+    loads: list[object] = []
+    monkeypatch.setattr(loading, "map_weights", lambda *about: (loads.append(about), map_weights(*about))[1])
+    runner = Runner(SETUP)
+    run_cells(cells(tiny_llama, tasks=("passkey", "agreement")), runner, tmp_path, 1, no_progress)
+    assert len(loads) == 1
+    run_cells(cells(tiny_llama, dtype="bfloat16"), runner, tmp_path, 1, no_progress)
+    assert len(loads) == 2
+
+
 def test_an_interrupt_loses_the_running_cell_alone(tiny_llama: TinyModel, tmp_path: Path) -> None:
     some = cells(tiny_llama)
 
     def stop(key: str, fraction: float) -> None:
-        if key == some[2].key and 0 < fraction < 1:
+        if key == some[1].key and 0 < fraction < 1:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_cells(some, SETUP, tmp_path / "stopped", 1, stop)
-    assert list(Results(tmp_path / "stopped").finished()) == [cell.key for cell in some[:2]]
+        run_cells(some, Runner(SETUP), tmp_path / "stopped", 1, stop)
+    full = [cell.key for cell in some if cell.subject.is_reference]  # whose engine is open
+    assert list(Results(tmp_path / "stopped").finished()) == full and len(full) == 2
     assert run(some, SETUP, tmp_path / "stopped") == run(some, SETUP, tmp_path / "whole")
 
 
@@ -131,7 +145,7 @@ def test_a_cell_that_another_process_runs_is_waited_for(tiny_llama: TinyModel, t
             other.add(record)
             claim.__exit__(None, None, None)
 
-    run_cells(some, SETUP, tmp_path, 1, note)
+    run_cells(some, Runner(SETUP), tmp_path, 1, note)
     assert [done.index(cell.key) for cell in some] == [0, 2, 1]
     assert Results(tmp_path).finished()[some[1].key] == record
 
@@ -139,7 +153,7 @@ def test_a_cell_that_another_process_runs_is_waited_for(tiny_llama: TinyModel, t
 def test_several_processes_share_the_cells(tiny_llama: TinyModel, tmp_path: Path) -> None:
     some = cells(tiny_llama)
     seen: Counter[str] = Counter()
-    run_cells(some, SETUP, tmp_path / "two", 2, lambda key, fraction: seen.update([key] if fraction == 1.0 else []))
+    run_cells(some, Runner(SETUP), tmp_path / "two", 2, lambda key, fraction: seen.update([key] if fraction == 1.0 else []))
     lines = (tmp_path / "two" / "results.jsonl").read_text().splitlines()
     assert sorted(json.loads(line)["key"] for line in lines) == sorted(cell.key for cell in some) == sorted(seen)
     assert stable(map(json.loads, lines)) == run(some, SETUP, tmp_path / "one")
@@ -147,7 +161,7 @@ def test_several_processes_share_the_cells(tiny_llama: TinyModel, tmp_path: Path
 
 def test_a_workers_error_is_the_users(tiny_llama: TinyModel, tmp_path: Path) -> None:
     with pytest.raises(TrtkvError, match="device 'tpu' is not understood"):
-        run_cells(cells(tiny_llama), replace(SETUP, device="tpu"), tmp_path, 2, no_progress)
+        run_cells(cells(tiny_llama), Runner(replace(SETUP, device="tpu")), tmp_path, 2, no_progress)
 
 
 def test_a_worker_that_is_killed_is_reported(tiny_llama: TinyModel, tmp_path: Path) -> None:
@@ -155,44 +169,63 @@ def test_a_worker_that_is_killed_is_reported(tiny_llama: TinyModel, tmp_path: Pa
         for child in multiprocessing.active_children():
             os.kill(child.pid or 0, signal.SIGKILL)
 
-    with pytest.raises(CapacityError, match="exit code -9"):
-        run_cells(cells(tiny_llama), SETUP, tmp_path, 2, kill)
+    with pytest.raises(CapacityError, match="a worker was ended from outside"):
+        run_cells(cells(tiny_llama), Runner(SETUP), tmp_path, 2, kill)
     assert multiprocessing.active_children() == []
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_ctrl_c_and_again(jobs: int, tiny_llama: TinyModel, tmp_path: Path) -> None:
-    """Typed in a shell: everything finished is saved, no process is left, and the same command continues."""
-    words = ["eval", "--model", tiny_llama.path, "--policy", "fier,streaming", "--budget", "64,96", "--length", "500,450", "--samples", 12]
-    words += ["--batch", 1, "--task", "passkey,needle", "--output", tmp_path, "--jobs", jobs, "--device", "cpu"]
-    command = [sys.executable, "-m", "trtkv", *map(str, words)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ})
-    file, deadline = tmp_path / "results.jsonl", time.monotonic() + 60
-    while not (file.is_file() and file.read_bytes().count(b"\n") >= 2):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGINT)
-    out, err = process.communicate(timeout=30)
-    assert (process.returncode, out) == (130, "")
-    assert err.strip().splitlines()[-1] == "trtkv: interrupted" and "Traceback" not in err
+def test_a_worker_that_is_killed_between_cells_too(tiny_llama: TinyModel, tmp_path: Path) -> None:
+    some = cells(tiny_llama)
+    with pytest.raises(CapacityError, match="a worker was ended from outside"), Workers(Runner(SETUP), tmp_path, 2) as workers:
+        workers.run(Cells(some[:2]), no_progress)
+        children = multiprocessing.active_children()
+        for child in children:
+            os.kill(child.pid or 0, signal.SIGKILL)
+        workers.run(Cells(some), no_progress)
+    assert len(children) == 2 and len(Results(tmp_path).finished()) == 2 and multiprocessing.active_children() == []
+
+
+def gone(process: subprocess.Popen[str], deadline: float) -> None:
+    """Wait until no process of a group is left."""
     with pytest.raises(ProcessLookupError):
         while time.monotonic() < deadline:
             os.killpg(process.pid, 0)
             time.sleep(0.02)
+
+
+@pytest.mark.parametrize(("jobs", "sign"), [(1, "SIGINT"), (2, "SIGINT"), (1, "SIGTERM"), (2, "SIGTERM"), (2, "SIGKILL")])
+def test_interrupted_and_again(jobs: int, sign: str, tiny_llama: TinyModel, tmp_path: Path) -> None:
+    """Ctrl-C typed in a shell, or the command ended: everything finished is saved, no process is left, and the same command continues."""
+    words = ["eval", "--model", tiny_llama.path, "--policy", "fier,streaming", "--budget", "64,96", "--length", "500,450", "--samples", 12]
+    words += ["--batch", 1, "--task", "passkey,needle", "--output", tmp_path / "out", "--jobs", jobs, "--device", "cpu"]
+    (tmp_path / "tmp").mkdir()
+    command, place = [sys.executable, "-m", "trtkv", *map(str, words)], {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, env=place)
+    file, deadline = tmp_path / "out" / "results.jsonl", time.monotonic() + 60
+    while not (file.is_file() and file.read_bytes().count(b"\n") >= 2):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    if sign == "SIGINT":
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        process.send_signal(signal.Signals[sign])
+    out, err = process.communicate(timeout=30)
+    assert out == "" and "Traceback" not in err
+    assert process.returncode == {"SIGINT": 130, "SIGTERM": 143, "SIGKILL": -9}[sign]
+    if sign != "SIGKILL":
+        assert err.strip() == ("trtkv: interrupted" if sign == "SIGINT" else "") and list((tmp_path / "tmp").iterdir()) == []
+    gone(process, deadline)
     kept = file.read_text().splitlines()
     assert 2 <= len(kept) < 20 and all(json.loads(line)["answers"] for line in kept)
-    some = expand(
-        Request(
-            model=str(tiny_llama.path),
-            policies=("fier", "streaming"),
-            budgets=("64", "96"),
-            lengths=(500, 450),
-            samples=12,
-            tasks=("passkey", "needle"),
-        )
-    ).cells
-    assert {json.loads(line)["key"] for line in kept} < {cell.key for cell in some}
+    asked: dict[str, Any] = {
+        "policies": ("fier", "streaming"),
+        "budgets": ("64", "96"),
+        "lengths": (500, 450),
+        "samples": 12,
+        "tasks": ("passkey", "needle"),
+    }
+    assert {json.loads(line)["key"] for line in kept} < {cell.key for cell in expand(Request(model=str(tiny_llama.path), **asked)).cells}
 
 
 def test_engines_and_models_agree(tiny_llama: TinyModel, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny import TinyModel
 from trtkv.checkpoint.find import Source
 from trtkv.config import ModelConfig
 from trtkv.engine.predict import predict
@@ -18,9 +19,9 @@ from trtkv.eval.subjects import Subject
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
 from trtkv.presets import model_presets
-from trtkv.tune.candidates import Candidate, Cost, cost_of
+from trtkv.tune.candidates import Candidate, Cost, candidates, cost_of
 from trtkv.tune.estimate import Estimate, Losses, against, estimate, worst
-from trtkv.tune.race import Goal, Race, Step, choose, frontier, nearest
+from trtkv.tune.race import Goal, Race, Step, choose, frontier, measured, nearest
 
 MODEL = ModelConfig.from_hf(model_presets()["qwen2.5-7b"])
 TOKENS = 128  # that a window of a text scores
@@ -103,12 +104,11 @@ class Answers:
     """A race's measurements, from the loss of every candidate in every task's samples; steps are what was asked for."""
 
     def __init__(self, losses: Mapping[str, Sequence[Sequence[float]]]) -> None:
-        self.losses, self.steps, self.waves = losses, list[Step](), list[int]()
+        self.losses, self.steps = losses, list[Step]()
 
-    def __call__(self, steps: Sequence[Step]) -> list[Losses]:
-        self.steps += steps
-        self.waves.append(len(steps))
-        return [Losses.of(self.losses[step.one.subject.key][step.task][step.done : step.done + step.new]) for step in steps]
+    def __call__(self, step: Step) -> Losses:
+        self.steps.append(step)
+        return Losses.of(self.losses[step.one.subject.key][step.task][step.done : step.done + step.new])
 
     def asked(self, one: Candidate) -> int:
         return sum(step.new for step in self.steps if step.one is one)
@@ -119,21 +119,21 @@ def test_the_cheapest_that_is_good_enough_ends_a_race() -> None:
     keys = [one.subject.key for one in (bad, good, dear)]
     answers = Answers(dict(zip(keys, ([[1.0] * 20, [0.0] * 10], [[0.0] * 19 + [1.0], [0.0] * 10], [[0.0] * 20, [0.0] * 10]), strict=True)))
     found = dict[str, Estimate]()
-    left = Race(Goal(floor=0.9), [dear, bad, good], (20, 10), (1, 1), answers, found).run()
+    left = measured(Race(Goal(floor=0.9), [dear, bad, good], (20, 10), (1, 1), found), answers)
     assert left == [good] and choose(Goal(floor=0.9), left, found) is good
     assert answers.asked(good) == 30 and answers.asked(bad) <= 4 and answers.asked(dear) == 0 and dear.subject.key not in found
     assert not any(step.task for step in answers.steps if step.one is bad), "the first task lost something at once"
     assert nearest([dear, bad, good], found) is good and frontier(Goal(floor=0.9), [dear, bad, good, made("beaten", 95)], found) == [bad, good]
     several = Answers(answers.losses)
-    assert Race(Goal(floor=0.9), [dear, bad, good], (20, 10), (1, 1), several, {}, width=2).run()[0] is good
-    assert several.waves[0] == 2 and several.asked(dear) > 0, "two are measured at once, though the dearer one may be for nothing"
+    assert measured(Race(Goal(floor=0.9), [dear, bad, good], (20, 10), (1, 1), {}), several, 4)[0] is good
+    assert 0 < several.asked(dear) <= 10 and several.asked(good) == 30, "four are measured at once: the dearer one until the good one looks so"
 
 
 def test_where_nothing_is_good_enough_a_race_says_what_is_nearest() -> None:
     bad, better = made("bad", 10), made("better", 20)
     answers = Answers({bad.subject.key: [[1.0] * 20], better.subject.key: [[0.0] * 12 + [1.0] * 8]})
     found = dict[str, Estimate]()
-    assert not Race(Goal(floor=0.99), [bad, better], (20,), (1,), answers, found).run() and choose(Goal(floor=0.99), [], found) is None
+    assert not measured(Race(Goal(floor=0.99), [bad, better], (20,), (1,), found), answers) and choose(Goal(floor=0.99), [], found) is None
     assert nearest([bad, better], found) is better and answers.asked(better) < 20
 
 
@@ -141,7 +141,7 @@ def test_without_a_floor_the_best_gets_all_samples() -> None:
     bad, good, alike = made("bad", 10), made("good", 20), made("alike", 90)
     answers = Answers({bad.subject.key: [[1.0] * 40], good.subject.key: [[0.0] * 39 + [1.0]], alike.subject.key: [[0.0] * 40]})
     found = dict[str, Estimate]()
-    left = Race(Goal(), [bad, good, alike], (40,), (1,), answers, found).run()
+    left = measured(Race(Goal(), [bad, good, alike], (40,), (1,), found), answers)
     assert left == [good, alike] and answers.asked(bad) < 10 and choose(Goal(), left, found) is alike
     assert choose(Goal(), [], found) is None
 
@@ -171,12 +171,13 @@ def test_a_race_finds_what_the_whole_grid_finds(right: bool) -> None:
         whole = {key: worst(estimate(sum(one, Losses())) for one in every) for key, every in losses.items()}
         found = dict[str, Estimate]()
 
-        def measure(steps: Sequence[Step], losses: dict[str, list[list[Losses]]] = losses) -> list[Losses]:
+        def measure(step: Step, losses: dict[str, list[list[Losses]]] = losses) -> Losses:
             nonlocal cells
-            cells += sum(step.new for step in steps)
-            return [sum(losses[step.one.subject.key][step.task][step.done : step.done + step.new], Losses()) for step in steps]
+            cells += step.new
+            return sum(losses[step.one.subject.key][step.task][step.done : step.done + step.new], Losses())
 
-        left = Race(goal, rng.sample(field, len(field)), [samples] * (1 + right), [1 if right else 2] * (1 + right), measure, found).run()
+        race = Race(goal, rng.sample(field, len(field)), [samples] * (1 + right), [1 if right else 2] * (1 + right), found)
+        left = measured(race, measure)
         agreed += choose(goal, left, found) is choose(goal, field, whole)
     assert agreed >= 0.95 * worlds and cells <= worlds * len(field) * samples * (1 + right) / (6 if right else 9)
 
@@ -198,3 +199,11 @@ def test_costs_are_those_of_the_plan(name: str) -> None:
     small = cost_of(gemma, policy, context, batch)
     assert 0 < small.read_bytes - predict(gemma, policy, context, batch)["weight_bytes"] <= predict(gemma, policy, context, batch)["stored_bytes"]
     assert replace(cost, read_bytes=10**9).milliseconds(1e12) == pytest.approx(1.0)
+
+
+def test_what_is_recommended_is_tried_as_it_stands(tiny_llama: TinyModel) -> None:
+    names = [one.name for one in candidates(str(tiny_llama.path), 320, 1)[0]]
+    assert {"full", "near-lossless", "balanced", "smallest", "rotated", "fp8", "streaming --budget 160"} <= set(names)
+    named = [one.name for one in candidates(str(tiny_llama.path), 320, 1, ["smallest", "streaming"])[0]]
+    assert named == ["full", "smallest", *(f"streaming --budget {tokens}" for tokens in (40, 80, 160))]
+    assert [one.name for one in candidates(str(tiny_llama.path), 320, 1, ["smallest"], ["300"])[0]] == ["full", "smallest --budget 300"]

@@ -83,6 +83,7 @@ def evaluate(
     from trtkv.eval.opened import Setup
     from trtkv.eval.plot import check_plot, draw
     from trtkv.eval.results import Results
+    from trtkv.eval.runner import Runner
     from trtkv.eval.samples import SampleMaker, check_samples
 
     if plot is not None:
@@ -116,7 +117,7 @@ def evaluate(
         notes.print(f"{len(grid.cells) - len(todo)} of {len(grid.cells)} cells are finished in {results.file}.", markup=False)
     setup = Setup(device, executor, batch, max(cell.length for cell in grid.cells))
     with _cells_bar(todo) as report:
-        run_cells(todo, setup, output, jobs, report, maker)
+        run_cells(todo, Runner(setup, maker), output, jobs, report)
     records = [results.finished()[cell.key] for cell in grid.cells]
     if json:
         for record in records:

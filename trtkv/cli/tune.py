@@ -85,7 +85,7 @@ def tune(
         weights: Checkpoint directory; the model's by default.
         dtype: float32, float16 or bfloat16; the checkpoint's by default.
         device: auto, cpu, cuda or cuda:N.
-        jobs: Candidates that are measured at once, a process each.
+        jobs: Processes that share the measuring.
         output: Directory of what was measured.
         out: File of the policy.
         plot: Draw quality against the cache and what a step reads into this file (png, svg or pdf).
@@ -175,12 +175,13 @@ def _bar() -> Iterator[Bar]:
 
 def _print(search: Search, told: Sequence[Mapping[str, Any]], full: Candidate) -> None:
     from trtkv.sizes import readable
+    from trtkv.tune.calibrate import NAMED
 
-    columns = ["policy", "budget", "cache", "reads", "quality", "90% interval", "samples", ""]
+    columns = ["policy", "budget", "cache", "reads", "quality", "interval", "samples", ""]
     cells = [
         [
-            " ".join([one["policy"], *(text.partition(".")[2] for text in one["set"])]),
-            "" if one["budget"] is None else str(one["budget"]),
+            " ".join([one["policy"].removesuffix(NAMED), *(text.partition(".")[2] for text in one["set"])]),
+            "~" * one["policy"].endswith(NAMED) + str(one["budget"] or ""),
             f"{one['of_full']:.0%}",
             f"{one['reads_of_full']:.0%}",
             "" if one["quality"] is None else f"{one['quality']:.3f}",
@@ -193,7 +194,8 @@ def _print(search: Search, told: Sequence[Mapping[str, Any]], full: Candidate) -
     print_table(columns, cells)
     notes.print(
         f"Of full's {readable(full.cost.cache_bytes)} of cache and {readable(full.cost.read_bytes)} that a step reads, weights included. "
-        "*: nothing is better in cache, reads or quality without being worse in another.",
+        "*: nothing is better in cache, reads or quality without being worse in another. "
+        f"Intervals are 90%{', ~ is calibrated' if any(one['policy'].endswith(NAMED) for one in told) else ''}.",
         markup=False,
     )
     if search.grid:

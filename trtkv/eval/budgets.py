@@ -6,6 +6,7 @@ import re
 
 from trtkv.errors import ConfigError
 from trtkv.policies.evict.lagkv import LagKV
+from trtkv.policies.once import Once
 from trtkv.policies.policy import Policy
 
 LAGS = tuple(2**power for power in range(4, 17))
@@ -25,6 +26,11 @@ def has_budget(policy: Policy) -> bool:
     return isinstance(policy.evict, LagKV) or any(
         "budget" in type(role).model_fields for role in (policy.allocate, policy.evict, policy.retrieve) if role
     )
+
+
+def keeps_share(policy: Policy) -> bool:
+    """Whether a policy keeps a share of every prompt, to which a budget is only the least."""
+    return isinstance(policy.evict, Once) and policy.evict.share > 0
 
 
 def apply_budget(policy: Policy, budget: int, length: int) -> Policy:

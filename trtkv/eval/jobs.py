@@ -1,152 +1,234 @@
-"""Works through cells, in this process or in several that share one results file."""
+"""Works through cells, in this process or in several that last, each with an engine that stays open for the next cell."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import queue
 import signal
+import sys
+import tempfile
 import time
-import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing.process import BaseProcess
-from multiprocessing.queues import Queue
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Thread, current_thread, main_thread
+from types import TracebackType
+from typing import Any, ClassVar, Protocol
 
-from trtkv.errors import CapacityError, TrtkvError
+import torch
+
+from trtkv.errors import CapacityError
 from trtkv.eval.grid import Cell
 from trtkv.eval.opened import Setup
 from trtkv.eval.results import Results
 from trtkv.eval.runner import Runner
-from trtkv.eval.samples import SampleMaker
 
-WAIT_S = 0.2  # between polls of cells that other processes run
+WAIT_S = 0.2  # between looks at what workers say and at cells that other commands run
+TERMINATED = 128 + signal.SIGTERM  # the exit code
 TELL_S = 0.5  # between words of one worker about an unfinished cell
 Progress = Callable[[str, float], None]  # a cell's key and the fraction of it that is done
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """Why a worker ended early: a user error in its two parts, or a trace."""
+class Work(Protocol):
+    """What decides which cell is next, and is given what came of it."""
 
-    problem: str = ""
-    fix: str = ""
-    trace: str = ""
+    def next(self, opened: str) -> Cell | None:
+        """Return the cell for a free worker that has the subject of this key open; None where nothing is to be run before others are finished."""
 
-    def error(self) -> Exception:
-        """What to raise in the parent."""
-        return RuntimeError(f"a worker failed:\n{self.trace}") if self.trace else TrtkvError(self.problem, self.fix)
+    def add(self, cell: Cell, record: Mapping[str, Any]) -> None:
+        """Take the record of a cell."""
 
 
-Event = Failed | tuple[str, float]  # why a worker ended, or a cell's key and the fraction of it that is done
+@dataclass(slots=True)
+class Cells:
+    """A list of cells: workers stay with a subject that they have open, and else begin one that no other has."""
+
+    left: list[Cell]
+    begun: set[str] = field(default_factory=set)
+
+    def next(self, opened: str) -> Cell | None:
+        """Return the next cell of the list, of those that cost least to open."""
+        cell = min(self.left, key=lambda one: (one.subject.key != opened, one.subject.key in self.begun), default=None)
+        if cell is not None:
+            self.left.remove(cell)
+            self.begun.add(cell.subject.key)
+        return cell
+
+    def add(self, cell: Cell, record: Mapping[str, Any]) -> None:
+        """Records stay in the results file."""
 
 
-def run_cells(cells: Sequence[Cell], setup: Setup, directory: Path, jobs: int, progress: Progress, maker: SampleMaker | None = None) -> None:
-    """Run the cells that the results in a directory lack; other processes may do the same at once, and no cell runs twice.
+def run_cells(cells: Sequence[Cell], runner: Runner, directory: Path, jobs: int, progress: Progress) -> None:
+    """Run the cells that the results in a directory lack; raises as `Workers.run` does."""
+    with Workers(runner, directory, jobs) as workers:
+        workers.run(Cells(list(cells)), progress)
 
-    Raises what a cell raises; cells finished before are saved. Ctrl-C loses the cells that were running, and nothing else.
+
+@dataclass(slots=True)
+class _Worker:
+    """One who runs cells: submit takes a cell and who hears of its progress here; said is what another process says of it; opened its subject."""
+
+    submit: Callable[[Cell, Progress], Future[None]]
+    said: Connection | None = None
+    opened: str = ""
+
+
+class Workers:
+    """As many processes as jobs, which start when there is work for them, or this one alone; leaving the block ends them.
+
+    Several commands may work in one directory at once: no cell runs twice. A process ends as soon as this one has ended, in whatever way.
     """
-    jobs = min(jobs, len(cells))
-    if jobs > 1:
-        _run_in_processes(cells, setup, directory, jobs, progress)
-    elif cells:
-        work_through(cells, Runner(setup, maker), Results(directory), progress)
 
+    def __init__(self, runner: Runner, directory: Path, jobs: int = 1) -> None:
+        """Take who runs cells in this process, and whose setup others run with; raises ConfigError when the directory cannot be written."""
+        self.results, self._runner, self._directory, self._jobs = Results(directory), runner, directory, jobs
+        self._stack, self._workers, self._pools = ExitStack(), list[_Worker](), list[ProcessPoolExecutor]()
 
-def work_through(cells: Sequence[Cell], runner: Runner, results: Results, progress: Progress) -> None:
-    """Run every cell that is neither finished nor claimed, until all are finished by whomever."""
-    pending = {cell.key: cell for cell in cells}
-    while pending:
-        found = False
-        for key, cell in list(pending.items()):
-            with results.claim(key) as mine:
-                if mine:
-                    results.add(runner.run(cell, partial(progress, key)))
-                    found = True
-            if key in results.finished():
-                progress(key, 1.0)
-                del pending[key]
-        if pending and not found:
-            time.sleep(WAIT_S)
+    def __enter__(self) -> Workers:
+        """Prepare the workers; SIGTERM ends the command as an error does."""
+        if current_thread() is main_thread():
+            self._stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED)))
+        if self._jobs == 1:
+            self._workers = [_Worker(self._run_here)]
+            return self
+        place = self._stack.enter_context(TemporaryDirectory(prefix="trtkv-eval-", ignore_cleanup_errors=True))
+        context, threads = get_context("spawn"), max(1, num_cpus() // self._jobs)
+        for _ in range(self._jobs):
+            ours, theirs = context.Pipe()
+            self._pools.append(ProcessPoolExecutor(1, context, _begin, (theirs, self._runner.setup, self._directory, threads, place)))
+            self._workers.append(_Worker(partial(_submit, self._pools[-1]), ours))
+        return self
 
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """End the processes, in the middle of their cells where an error ends the block."""
+        for worker in self._workers if kind else ():
+            if worker.said:
+                worker.said.close()
+        for pool in self._pools:
+            pool.shutdown(cancel_futures=True)
+        self._stack.close()
 
-def _run_in_processes(cells: Sequence[Cell], setup: Setup, directory: Path, jobs: int, progress: Progress) -> None:
-    context = multiprocessing.get_context("spawn")
-    events: Queue[Event] = context.Queue()
-    workers = [
-        context.Process(target=_worker, args=(_turned(cells, index, jobs), setup, directory, jobs, events), daemon=True) for index in range(jobs)
-    ]
-    # Ctrl-C reaches the whole process group: workers are born deaf to it and are ended here.
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        for worker in workers:
-            worker.start()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    try:
-        _follow(workers, events, progress)
-    finally:
-        for worker in workers:
-            worker.terminate()
-        for worker in workers:
-            worker.join()
+    def run(self, work: Work, progress: Progress) -> None:
+        """Run what the work asks for, until it asks for nothing more.
 
+        Raises what a cell raises, and CapacityError where a worker was killed; cells finished before are saved. Ctrl-C loses the cells that were
+        running, and nothing else.
+        """
+        free, running, elsewhere = list(self._workers), dict[Future[None], _Running](), dict[str, Cell]()
 
-def _follow(workers: Sequence[BaseProcess], events: Queue[Event], progress: Progress) -> None:
-    """Pass on workers' messages until all have ended; raises what ended one early."""
-    ended = False
-    while True:
-        try:
-            event = events.get(timeout=WAIT_S)
-        except queue.Empty:
-            # Only once nothing more has come since a worker's end is known is its last word heard.
-            failed = next((worker.exitcode for worker in workers if worker.exitcode), None)
-            if ended and failed is not None:
-                raise CapacityError(f"a worker was ended from outside (exit code {failed}), perhaps for lack of memory", "Lower --jobs.") from None
-            if ended:
+        def start(cell: Cell) -> None:
+            """Have a free worker run a cell, unless it is finished or another command runs it."""
+            elsewhere.pop(cell.key, None)
+            if cell.key in self.results.finished():
+                progress(cell.key, 1.0)
+                work.add(cell, self.results.finished()[cell.key])
                 return
-            ended = failed is not None or not any(worker.is_alive() for worker in workers)
-            continue
-        if isinstance(event, Failed):
-            raise event.error()
-        progress(*event)
+            with ExitStack() as claim:
+                if not claim.enter_context(self.results.claim(cell.key)):
+                    elsewhere[cell.key] = cell
+                    return
+                worker = free.pop()
+                worker.opened = cell.subject.key
+                running[worker.submit(cell, progress)] = _Running(worker, cell, claim.pop_all())
+
+        try:
+            while True:
+                for other in list(elsewhere.values()):
+                    if free or other.key in self.results.finished():
+                        start(other)
+                while free and (cell := work.next(free[-1].opened)):
+                    start(cell)
+                if not running and not elsewhere:
+                    return
+                for one in self._finished(running, progress):
+                    free.append(one.worker)
+                    start(one.cell)
+        except BrokenProcessPool:
+            raise CapacityError("a worker was ended from outside, perhaps for lack of memory", "Lower --jobs.") from None
+        finally:
+            for one in running.values():
+                one.claim.close()
+
+    def _finished(self, running: dict[Future[None], _Running], progress: Progress) -> list[_Running]:
+        """Wait a little, pass on what workers say, and return what has been finished; raises what a cell raised."""
+        if not running:
+            time.sleep(WAIT_S)
+        done = wait(running, WAIT_S, FIRST_COMPLETED).done
+        for worker in self._workers:
+            while worker.said and worker.said.poll():
+                progress(*worker.said.recv())
+        for future in done:
+            future.result()
+        found = [running.pop(future) for future in done]
+        for one in found:
+            one.claim.close()
+        return found
+
+    def _run_here(self, cell: Cell, progress: Progress) -> Future[None]:
+        done: Future[None] = Future()
+        self.results.add(self._runner.run(cell, partial(progress, cell.key)))
+        done.set_result(None)
+        return done
 
 
-def _turned(cells: Sequence[Cell], index: int, jobs: int) -> list[Cell]:
-    """Let every worker begin elsewhere, so that each uses an open engine for several cells."""
-    start = len(cells) * index // jobs
-    return [*cells[start:], *cells[:start]]
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A cell under way, and the claim on it."""
+
+    worker: _Worker
+    cell: Cell
+    claim: ExitStack
 
 
-def _worker(cells: Sequence[Cell], setup: Setup, directory: Path, jobs: int, events: Queue[Event]) -> None:
-    import torch
-
-    torch.set_num_threads(max(1, num_cpus() // jobs))
+def _submit(pool: ProcessPoolExecutor, cell: Cell, progress: Progress) -> Future[None]:
+    """Have a process run a cell. Ctrl-C reaches the whole process group: processes are born deaf to it and are ended by their parent."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
-        work_through(cells, Runner(setup), Results(directory), _Teller(events))
-    except TrtkvError as error:
-        events.put(Failed(error.problem, error.fix))
-    except Exception:  # noqa: BLE001 - shown by the parent
-        events.put(Failed(trace=traceback.format_exc()))
+        return pool.submit(_run, cell)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 
-class _Teller:
-    """Reports a cell's progress to the parent, not too often, and ends a worker whose parent has died."""
+class _Here:
+    """What a worker's process has."""
 
-    def __init__(self, events: Queue[Event]) -> None:
-        self._events, self._told = events, 0.0
-        self._parent = multiprocessing.parent_process()
+    runner: ClassVar[Runner]
+    results: ClassVar[Results]
+    parent: ClassVar[Connection]
+    told: ClassVar[float] = 0.0
 
-    def __call__(self, key: str, fraction: float) -> None:
-        now = time.monotonic()
-        if fraction < 1 and now - self._told < TELL_S:
-            return
-        if self._parent is not None and not self._parent.is_alive():
-            raise SystemExit(1)
-        self._told = now
-        self._events.put((key, fraction))
+
+def _begin(parent: Connection, setup: Setup, directory: Path, threads: int, place: str) -> None:
+    """Prepare a worker's process, which ends with its parent: place is the directory of its temporary files."""
+    tempfile.tempdir = place
+    torch.set_num_threads(threads)
+    _Here.runner, _Here.results, _Here.parent = Runner(setup), Results(directory), parent
+    Thread(target=_end_with, args=(parent,), daemon=True).start()
+
+
+def _end_with(parent: Connection) -> None:
+    with suppress(EOFError, OSError):
+        parent.recv()  # which says nothing, but closes the connection, at the latest by ending
+    os._exit(1)
+
+
+def _run(cell: Cell) -> None:
+    """Run a cell in a worker's process."""
+    _Here.results.add(_Here.runner.run(cell, partial(_tell, cell.key)))
+
+
+def _tell(key: str, fraction: float) -> None:
+    """Report a cell's progress to the parent, not too often."""
+    now = time.monotonic()
+    if now - _Here.told >= TELL_S:
+        _Here.told = now
+        _Here.parent.send((key, fraction))
 
 
 def num_cpus() -> int:

@@ -10,9 +10,10 @@ import torch
 
 from trtkv import api
 from trtkv.engine.directory import Request, build_engine
-from trtkv.errors import CapacityError
+from trtkv.errors import BuildError, CapacityError
 from trtkv.eval.subjects import Subject
 from trtkv.runtime.llm import LLM
+from trtkv.runtime.loading import Loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,8 @@ class Setup:
     max_tokens: int = 2048
 
 
-def open_subject(subject: Subject, setup: Setup) -> LLM:
-    """Open an engine directory, or a graph made on the fly, which the torch executor runs.
+def open_subject(subject: Subject, setup: Setup, loaded: Loaded | None = None) -> LLM:
+    """Open an engine directory, or a graph made on the fly, which the torch executor runs with weights that are loaded where they are the same.
 
     Raises what `trtkv build` and `trtkv run` raise, and CapacityError when an engine takes fewer sequences at once than setup.batch.
     """
@@ -47,6 +48,9 @@ def open_subject(subject: Subject, setup: Setup) -> LLM:
         request = Request(subject.source, subject.source.config, subject.policy, limits, Path(place) / "engine", sms, backend="none")
         try:
             built = build_engine(request)
-        except CapacityError as error:  # the directory is not the user's choice
+        except (BuildError, CapacityError) as error:
+            if "--out" not in error.fix:
+                raise
+            # The directory is not the user's choice.
             raise CapacityError(error.problem, "Free some space, or set TMPDIR to a directory on another disk.") from None
-        return LLM(built.path, device=setup.device, executor=setup.executor, dense_below=0)
+        return LLM(built.path, device=setup.device, executor=setup.executor, dense_below=0, loaded=loaded)

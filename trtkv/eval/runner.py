@@ -21,6 +21,7 @@ from trtkv.eval.subjects import Subject
 from trtkv.eval.task import AnswerTask, Bench, Sample, Task, TextTask
 from trtkv.eval.teacher_forcing import score_answers
 from trtkv.runtime.llm import LLM
+from trtkv.runtime.loading import Loaded
 
 Report = Callable[[float], None]
 
@@ -34,11 +35,12 @@ class Outcome:
 
 
 class Runner:
-    """Runs one cell after the other; the last engine, and the one of the full policy, stay open for the next."""
+    """Runs one cell after the other; the last engine, and the one of the full policy, stay open for the next, and so do weights."""
 
     def __init__(self, setup: Setup, maker: SampleMaker | None = None) -> None:
         self.setup, self.maker = setup, maker or SampleMaker()
         self._open: dict[str, tuple[str, LLM]] = {}
+        self._loaded = Loaded()
 
     def run(self, cell: Cell, report: Report = lambda fraction: None) -> dict[str, Any]:
         """Return the record of a cell. Raises TrtkvError; CapacityError when the device's memory ends."""
@@ -50,6 +52,7 @@ class Runner:
             found = self._find(cell, task, llm, report)
         except torch.OutOfMemoryError as error:
             self._open.clear()
+            self._loaded = Loaded()
             raise CapacityError(f"the device's memory does not hold this cell ({_first_line(error)})", "Lower --batch, --jobs or --length.") from None
         return _record(cell, task.main, task.higher_is_better, found, llm, time.perf_counter() - started)
 
@@ -71,7 +74,7 @@ class Runner:
         if llm is None or key != subject.key:
             llm = None
             self._open.pop(place, None)  # before the next is opened: both together may exceed the memory
-            llm = open_subject(subject, self.setup)
+            llm = open_subject(subject, self.setup, self._loaded)
             self._open[place] = (subject.key, llm)
         return llm
 

@@ -12,7 +12,7 @@ from trtkv.checkpoint.find import Source, resolve_model
 from trtkv.config import ModelConfig
 from trtkv.engine.manifest import Manifest, read_manifest
 from trtkv.errors import CheckpointError, ConfigError, TrtkvError, UnknownName
-from trtkv.eval.budgets import apply_budget, budget_tokens, has_budget
+from trtkv.eval.budgets import apply_budget, budget_tokens, has_budget, keeps_share
 from trtkv.policies.base import KINDS
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
@@ -72,12 +72,14 @@ def model_subjects(
     budgets: Sequence[str],
     sets: Sequence[str],
     reference: bool,
+    usual: Sequence[str] = (),
     chunk_tokens: int | None = None,
     misfits: list[TrtkvError] | None = None,
 ) -> Callable[[int], Iterator[Subject]]:
     """Return a function from a length to the subjects at it: every policy at every budget, in this order.
 
-    A policy without a budget is listed once. What cannot work is raised, or appended to misfits where a list is given.
+    A policy without a budget is listed once. Where no budgets are given, the usual ones are taken, but by policies that keep a share of the prompt.
+    What cannot work is raised, or appended to misfits where a list is given.
     """
     source, config, _ = api.prepare(model, REFERENCE, None, (), dtype, None)
     path = _weights_path(weights, [source.path], source.name)
@@ -92,7 +94,8 @@ def model_subjects(
     def at(length: int) -> Iterator[Subject]:
         _check_length(length, config.max_positions, f"the model's {config.max_positions} positions", "Choose a smaller --length.")
         for policy, own in chosen:
-            for text in budgets if budgets and has_budget(policy) else [None]:
+            tried = budgets or (() if keeps_share(policy) else usual)
+            for text in tried if tried and has_budget(policy) else [None]:
                 try:
                     budget = None if text is None else budget_tokens(text, length)
                     fitted = policy.check() if budget is None else apply_budget(policy, budget, length)
@@ -201,6 +204,8 @@ def _weights_path(given: str | None, candidates: Sequence[Path | None], model: s
 
 
 def _budget_of(policy: Policy) -> int | None:
+    if keeps_share(policy):
+        return None
     budgets: list[int | None] = [getattr(role, "budget", None) for role in (policy.allocate, policy.evict, policy.retrieve)]
     return next((budget for budget in budgets if budget), None)
 

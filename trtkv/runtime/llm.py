@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trtkv.errors import RequestError
 from trtkv.runtime.batcher import Batcher, Event
 from trtkv.runtime.disk_pages import SavedPages, identity_of
-from trtkv.runtime.loading import Engine, Options, Progress, checkpoint_path
+from trtkv.runtime.loading import Engine, Loaded, Options, Progress, checkpoint_path
 from trtkv.runtime.pace import Pace, checked_target
 from trtkv.runtime.parallel import LeadingStepper, open_parts
 from trtkv.runtime.sampler import SamplingParams
@@ -60,6 +60,7 @@ class LLM:
         warm: bool = False,
         itl_ms: float | None = None,
         adapters: Mapping[str, str | Path] | None = None,
+        loaded: Loaded | None = None,
         progress: Progress = lambda stage, fraction: None,
     ) -> None:
         """Open an engine directory.
@@ -80,11 +81,12 @@ class LLM:
             warm: Run and capture what requests would else wait for, so that the first one is as fast as others.
             itl_ms: Milliseconds between two tokens that prompts of others may cost at most: their chunks are sized by it.
             adapters: Directories of LoRA adapters (PEFT) by the names by which `SamplingParams.adapter` chooses one.
+            loaded: Weights that engines which are opened with the same object share; for those that run in torch.
             progress: Called with a stage and a fraction while weights are read.
         """
         options = Options(
             None if weights is None else str(weights), device, executor, cache_bytes, dense_below, offload, host_bytes, recall, swap_bytes, warm,
-            {name: Path(one) for name, one in (adapters or {}).items()},
+            {name: Path(one) for name, one in (adapters or {}).items()}, loaded or Loaded(),
         )  # fmt: skip
         self.engine: Engine = open_parts(Path(engine), options, progress)
         self.tokenizer = Tokenizer(Path(engine)) if (Path(engine) / "tokenizer.json").is_file() else None

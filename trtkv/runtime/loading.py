@@ -50,6 +50,15 @@ Progress = Callable[[str, float], None]
 MEASURED = "the torch executor's captured steps have been measured on GPUs and TensorRT's have not (--executor tensorrt takes TensorRT)"
 
 
+@dataclass(slots=True)
+class Loaded:
+    """The weights that were loaded last, and what they are: engines that are opened with the same object share them where they run in torch."""
+
+    what: tuple[object, ...] = ()
+    weights: dict[str, Bound] = field(default_factory=dict)
+    nbytes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """How to open an engine: weights is a directory, "random" or None for the engine's; executor is auto, torch or tensorrt.
@@ -58,7 +67,8 @@ class Options:
     pages in host memory, up to host_bytes of it, and may say how they are recalled; True leaves that to the policy and to recall: auto, kernel or
     copies, which is what moves them.
     swap_bytes of host memory are for preempted sequences, 0 for none: they are then recomputed. warm leaves room for captured
-    steps of all batch sizes. adapters are directories of LoRA adapters by name.
+    steps of all batch sizes. adapters are directories of LoRA adapters by name. loaded has weights that need not be loaded again; TensorRT changes
+    them.
     """
 
     weights: str | None = None
@@ -72,6 +82,7 @@ class Options:
     swap_bytes: int | None = None
     warm: bool = False
     adapters: Mapping[str, Path] = field(default_factory=dict)
+    loaded: Loaded = field(default_factory=Loaded)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +161,9 @@ def _open(directory: Path, options: Options, progress: Progress, part: Part | No
         raise ConfigError("this engine's plan holds its weights, and --weights was given", "Leave it out, or add --executor torch.")
     share = (part.index, part.count) if part else (0, 1)
     adapters = read_adapters(options.adapters, manifest.weights, TORCH_DTYPES[manifest.model.dtype], share)
-    check_weights((held or manifest.weight_bytes) + adapters.nbytes, device)
+    check_weights((held or max(0, manifest.weight_bytes - options.loaded.nbytes)) + adapters.nbytes, device)
     loaded = None if why_torch is not None else _load_plan(directory, manifest, device)
-    weights, named = ({}, manifest.weights_hash or "unknown") if held else _weights(manifest, options.weights, device, progress, share)
+    weights, named = ({}, manifest.weights_hash or "unknown") if held else _weights(manifest, options, device, progress, share)
     adapters = adapters.to(device)
     native = manifest.attention == "native"  # whose layers select wherever the budget is smaller
     try:
@@ -260,10 +271,10 @@ def find_device(name: str) -> torch.device:
 
 
 def _weights(
-    manifest: Manifest, wanted: str | None, device: torch.device, progress: Progress, part: tuple[int, int]
+    manifest: Manifest, options: Options, device: torch.device, progress: Progress, part: tuple[int, int]
 ) -> tuple[dict[str, Bound], str]:  # fmt: skip
     """Return weights by graph input, and what names them."""
-    dtype = TORCH_DTYPES[manifest.model.dtype]
+    dtype, wanted, loaded = TORCH_DTYPES[manifest.model.dtype], options.weights, options.loaded
     report = lambda done, total: progress("weights", done / max(1, total))  # noqa: E731
     if wanted == "random":
         return random_weights(manifest.weights, dtype, device, report), "random"
@@ -272,7 +283,12 @@ def _weights(
     checkpoint.check(*tensors_of(manifest.weights))
     if wanted is None:
         _check_unchanged(manifest, checkpoint)
-    return map_weights(checkpoint, manifest.weights, dtype, device, report, part), checkpoint.fingerprint
+    what = checkpoint.fingerprint, manifest.weights, dtype, device, part
+    if loaded.what != what:
+        loaded.what, loaded.weights, loaded.nbytes = (), {}, 0  # before the others: both together may exceed the memory
+        loaded.weights = map_weights(checkpoint, manifest.weights, dtype, device, report, part)
+        loaded.what, loaded.nbytes = what, manifest.weight_bytes
+    return loaded.weights, checkpoint.fingerprint
 
 
 def _check_unchanged(manifest: Manifest, checkpoint: Checkpoint) -> None:

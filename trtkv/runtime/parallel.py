@@ -31,7 +31,7 @@ from trtkv.engine.manifest import Manifest, read_manifest
 from trtkv.errors import ConfigError, EngineError, TrtkvError
 from trtkv.runtime.choice import Choice
 from trtkv.runtime.device_sampler import Chosen
-from trtkv.runtime.loading import Engine, Options, Part, Progress, find_device, open_engine
+from trtkv.runtime.loading import Engine, Loaded, Options, Part, Progress, find_device, open_engine
 from trtkv.runtime.rows import StepRow
 from trtkv.runtime.step import Stepper
 
@@ -64,7 +64,7 @@ def open_parts(directory: Path, options: Options, progress: Progress = lambda st
     followers = []
     for index in range(1, manifest.tp):
         ours, theirs = context.Pipe()
-        own = replace(options, device=devices[index])
+        own = replace(options, device=devices[index], loaded=Loaded())
         process = context.Process(target=_follow, args=(directory, own, index, manifest.tp, f"{folder}/store", theirs), daemon=True)
         process.start()
         theirs.close()

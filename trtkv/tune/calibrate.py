@@ -31,6 +31,7 @@ from trtkv.tune.candidates import Candidate, cost_of
 from trtkv.tune.measure import Bar, Question, make_pool
 
 TEXTS = 4  # prompts of each task that shares are the mean of
+NAMED = "+calibrated"  # after the name of the policy that it was
 DIGITS = 100  # a share is written in hundredths
 
 
@@ -68,7 +69,7 @@ def with_shares(policy: Policy, shares: Tensor) -> Policy:
     by_head = policy.quantize is None
     table = rounded(shares if by_head else shares.mean(1, keepdim=True))
     layers: tuple[Layer, ...] = tuple(tuple(one / DIGITS for one in layer) if by_head else layer[0] / DIGITS for layer in table)
-    return policy.model_copy(update={"name": f"{policy.name}+calibrated", "allocate": Calibrated(layers=layers)}).check()
+    return policy.model_copy(update={"name": policy.name + NAMED, "allocate": Calibrated(layers=layers)}).check()
 
 
 def prompts(llm: LLM, question: Question, maker: SampleMaker, full: Candidate) -> Iterator[Given]:

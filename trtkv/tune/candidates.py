@@ -9,7 +9,7 @@ from trtkv.config import ModelConfig
 from trtkv.engine.footprint import Footprint
 from trtkv.engine.predict import predict
 from trtkv.errors import ConfigError, TrtkvError
-from trtkv.eval.budgets import apply_budget, budget_tokens, has_budget
+from trtkv.eval.budgets import apply_budget, budget_tokens, has_budget, keeps_share
 from trtkv.eval.subjects import Subject, make_subject, model_subjects
 from trtkv.graph.weights import weight_specs
 from trtkv.policies.policy import Policy
@@ -18,6 +18,10 @@ from trtkv.policies.registry import parse_policy
 SHARES = ("12.5%", "25%", "50%")
 # Presets and settings that are tried where the user names none: those that store or read less than `full` and have kernels.
 USUAL: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("near-lossless", ()),
+    ("balanced", ()),
+    ("smallest", ()),
+    ("rotated", ()),
     ("fp8", ()),
     ("kivi4", ()),
     ("kivi", ()),
@@ -100,9 +104,8 @@ def candidates(
     """
     if sets and not policies:
         raise ConfigError(f"--set '{sets[0]}' changes no policy that was named", "Name policies with --policy.")
-    asked = budgets or (SHARES if any(has_budget(parse_policy(name)) for name in policies) else ())
     found = model_subjects(
-        model, dtype=dtype, weights=weights, policies=policies, budgets=asked if policies else (), sets=sets, reference=True
+        model, dtype=dtype, weights=weights, policies=policies, budgets=budgets if policies else (), sets=sets, reference=True, usual=SHARES
     )  # fmt: skip
     subjects, misfits = list(found(context)), list[TrtkvError]()
     if not policies:
@@ -111,11 +114,14 @@ def candidates(
 
 
 def _usual(full: Subject, budgets: Sequence[str], context: int, misfits: list[TrtkvError]) -> list[Subject]:
-    """Return the usual policies at every budget; what does not fit the model or the context joins the misfits."""
+    """Return the usual policies at every budget, those that keep a share of the prompt as they stand.
+
+    What does not fit the model or the context joins the misfits.
+    """
     found = []
     for name, settings in USUAL:
         policy = parse_policy(name, sets=settings)
-        for text in budgets if has_budget(policy) else (None,):
+        for text in budgets if has_budget(policy) and not keeps_share(policy) else (None,):
             budget = None if text is None else budget_tokens(text, context)
             try:
                 fitted = policy if budget is None else apply_budget(policy, budget, context)

@@ -11,10 +11,9 @@ from typing import Any
 from trtkv.errors import ConfigError
 from trtkv.eval.files import read_text
 from trtkv.eval.grid import Cell, Scoring, TaskSpec
-from trtkv.eval.jobs import run_cells, work_through
+from trtkv.eval.jobs import Cells, Workers
 from trtkv.eval.opened import Setup
 from trtkv.eval.perplexity import scored_tokens
-from trtkv.eval.results import Results
 from trtkv.eval.runner import Runner
 from trtkv.eval.samples import SampleMaker
 from trtkv.eval.task import AnswerTask
@@ -103,57 +102,74 @@ class Search:
         self.found[full.subject.key] = EXACT
         if not field:
             return []
-        runner = Runner(self.setup, self.maker)
         pools = [make_pool(self.question, self.maker, spec, full) for spec in self.question.tasks]
         self.grid = sum(len(pool.order) * (len(field) + self._answers(pool)) for pool in pools)
-        self._ask_full(full, [pool for pool in pools if self._answers(pool)], runner, bar)
-        pools = [pool for pool in pools if pool.order]
-        if not pools:
-            raise ConfigError(
-                f"full answers none of the {self.question.samples} samples right, so nothing can be lost", "Name an easier --task, or give a --text."
-            )
-
-        def measure(steps: Sequence[Step]) -> list[Losses]:
-            one, cells = steps[0].one, [pools[step.task].cell(step.one, step.done, step.done + step.new) for step in steps]
-            named = f"{one.name}, {cells[0].task.name} from sample {steps[0].done + 1} of {len(pools[steps[0].task].order)}"
-            told = len(self.found) - 1
-            records = self._run(cells, runner, lambda share: bar(named, min(len(field), told + share), len(field)))
-            return [pools[step.task].lost(record) for step, record in zip(steps, records, strict=True)]
-
-        sizes, least = [len(pool.order) for pool in pools], [1 if pool.scores else WINDOWS for pool in pools]
-        return Race(self.goal, field, sizes, least, measure, self.found, self.jobs).run()
+        with Workers(Runner(self.setup, self.maker), self.directory, self.jobs) as workers:
+            self._ask_full(full, [pool for pool in pools if self._answers(pool)], workers, bar)
+            pools = [pool for pool in pools if pool.order]
+            if not pools:
+                raise ConfigError(
+                    f"full answers none of the {self.question.samples} samples right, so nothing can be lost",
+                    "Name an easier --task, or give a --text.",
+                )
+            sizes, least = [len(pool.order) for pool in pools], [1 if pool.scores else WINDOWS for pool in pools]
+            asked = Asked(Race(self.goal, field, sizes, least, self.found), pools)
+            workers.run(asked, lambda key, share: bar(asked.name(key), len(self.found) - 1, len(field)))
+        self.cells += asked.cells
+        return asked.race.finalists
 
     def _answers(self, pool: Pool) -> bool:
         return isinstance(self.maker.task(pool.whole.task), AnswerTask)
 
-    def _ask_full(self, full: Candidate, pools: Sequence[Pool], runner: Runner, bar: Bar) -> None:
+    def _ask_full(self, full: Candidate, pools: Sequence[Pool], workers: Workers, bar: Bar) -> None:
         """Have full answer every sample, and leave those in the pools that it gets right."""
         size = self.setup.batch
-        places = [(pool, start) for pool in pools for start in range(0, len(pool.order), size)]
-        cells = [pool.cell(full, start, start + size) for pool, start in places]
-        records = self._run(cells, runner, lambda share: bar("full", share, 1))
-        for (pool, _), record in zip(places, records, strict=True):
+        places = [(pool, pool.cell(full, start, start + size)) for pool in pools for start in range(0, len(pool.order), size)]
+        shares = {cell.key: 0.0 for _, cell in places}
+
+        def progress(key: str, share: float) -> None:
+            shares[key] = max(shares[key], share)
+            bar("full", sum(shares.values()) / len(shares), 1)
+
+        workers.run(Cells([cell for _, cell in places]), progress)
+        for pool, cell in places:
+            record = workers.results.finished()[cell.key]
             pool.scores |= {index: one["score"] for index, one in zip(record["pick"], record["answers"], strict=True)}
+            self.cells += len(cell.pick)
         for pool in pools:
             self.full[pool.whole.task.name] = sum(pool.scores.values()) / len(pool.scores)
             pool.order = [index for index in pool.order if pool.scores[index]]
 
-    def _run(self, cells: Sequence[Cell], runner: Runner, report: Callable[[float], None]) -> list[Mapping[str, Any]]:
-        """Run the cells that no results have yet; return their records."""
-        shares = {cell.key: 0.0 for cell in cells}
 
-        def progress(key: str, share: float) -> None:
-            shares[key] = max(shares[key], share)
-            report(sum(shares.values()) / len(shares))
+@dataclass(slots=True)
+class Asked:
+    """The cells that a race asks for, one after the other as workers are free; cells: answers to one sample that it had."""
 
-        results = Results(self.directory)
-        if self.jobs > 1:
-            run_cells(cells, self.setup, self.directory, self.jobs, progress)
-        else:
-            work_through(cells, runner, results, progress)
-        self.cells += sum(len(cell.pick) for cell in cells)
-        found = results.finished()
-        return [found[cell.key] for cell in cells]
+    race: Race
+    pools: Sequence[Pool]
+    steps: dict[str, Step] = field(default_factory=dict)
+    cells: int = 0
+
+    def next(self, opened: str) -> Cell | None:
+        """Return the cell of the race's next step."""
+        step = self.race.next(opened)
+        if step is None:
+            return None
+        cell = self.pools[step.task].cell(step.one, step.done, step.done + step.new)
+        self.steps[cell.key] = step
+        return cell
+
+    def add(self, cell: Cell, record: Mapping[str, Any]) -> None:
+        """Let the race judge by what was lost."""
+        step = self.steps[cell.key]
+        self.race.add(step, self.pools[step.task].lost(record))
+        self.cells += step.new
+
+    def name(self, key: str) -> str:
+        """Say what a cell measures."""
+        step = self.steps[key]
+        pool = self.pools[step.task]
+        return f"{step.one.name}, {pool.whole.task.name} from sample {step.done + 1} of {len(pool.order)}"
 
 
 def _windows(maker: SampleMaker, full: Candidate, text: Path, length: int) -> int:

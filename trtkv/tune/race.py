@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
-from itertools import islice, takewhile
+from itertools import takewhile
 from typing import Literal
 
 from trtkv.tune.candidates import Candidate
@@ -13,6 +14,7 @@ from trtkv.tune.estimate import Estimate, Losses, against, estimate, worst
 
 WRONG = 0.05  # chance that a candidate leaves although it keeps the floor on all samples
 LESS = 8  # a step takes this part of the samples before it: at most an eighth more than needed, and an engine is opened less often
+AHEAD = 2  # samples that a candidate has answered for each that it may be given before it is known whether it needs it
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What is measured next: a candidate on `new` samples of a task (its index) beyond the `done` ones that it has had."""
+    """What is measured next: a candidate on `new` samples of a task (its index) beyond the `done` ones that it was given before."""
 
     one: Candidate
     task: int
@@ -58,70 +60,83 @@ class Step:
     new: int
 
 
-Measure = Callable[[Sequence[Step]], Sequence[Losses]]  # what was lost in each step
-
-
 @dataclass(slots=True)
 class Race:
-    """A search for the candidate that the whole grid would choose.
+    """A search for the candidate that the whole grid would choose: `next` says what to measure, `add` takes what was lost, in any order.
 
-    sizes: samples of each task; least: how many a step takes at least; width: candidates that are measured at once. With a floor the cheapest
-    candidates are measured first, and none that is dearer than one that has kept the floor on all samples; one leaves as soon as its losses say that
-    it misses the floor. Without, all are measured, and the floor is what the best probably reaches. found are the estimates of those that were
-    measured, by key.
+    sizes: samples of each task; least: how many a step takes at least. With a floor the cheapest candidates are measured first, and none that is
+    dearer than one that has kept the floor on all samples; one leaves as soon as its losses say that it misses the floor. Without, all are measured,
+    and the floor is what the best probably reaches. found are the estimates of those that were measured, by key.
     """
 
     goal: Goal
     field: Sequence[Candidate]
     sizes: Sequence[int]
     least: Sequence[int]
-    measure: Measure
     found: MutableMapping[str, Estimate]
-    width: int = 1
+    left: list[Candidate] = dataclass_field(init=False)
     losses: dict[str, list[Losses]] = dataclass_field(init=False)
+    asked: dict[str, list[int]] = dataclass_field(init=False)
     together: list[Losses] = dataclass_field(init=False)
 
     def __post_init__(self) -> None:
         """Begin with no losses: of every candidate by key, and of all, in each task."""
+        self.left = sorted(self.field, key=self.goal.size)
         self.losses = {one.subject.key: [Losses()] * len(self.sizes) for one in self.field}
+        self.asked = {one.subject.key: [0] * len(self.sizes) for one in self.field}
         self.together = [Losses()] * len(self.sizes)
 
-    def run(self) -> list[Candidate]:
-        """Measure until the choice is certain, and return the candidates that may be it, which have had all samples."""
-        left = sorted(self.field, key=self.goal.size)
-        while steps := self._steps(left):
-            for step, more in zip(steps, self.measure(steps), strict=True):
-                own = self.losses[step.one.subject.key]
-                own[step.task] += more
-                self.together[step.task] += more
-                self.found[step.one.subject.key] = worst(estimate(of) for of in own if of.samples)
-            floor = self._floor(left)
-            out = {step.one.subject.key for step in steps if self._misses(step.one, floor)}
-            left = [one for one in left if one.subject.key not in out]
-        return [one for one in left if self._complete(one)]
+    def next(self, opened: str = "") -> Step | None:
+        """Return what is measured next by one who has the candidate of this key open; None where that depends on what is being measured."""
+        free = filter(self._may, self._wanted())
+        if self.goal.floor is not None:
+            one = next(free, None)
+        else:  # in rounds, each to twice the samples of the one before
+            one = min(free, key=lambda one: (sum(self.asked[one.subject.key]).bit_length(), one.subject.key != opened), default=None)
+        return None if one is None else self._step(one)
 
-    def _steps(self, left: Sequence[Candidate]) -> list[Step]:
-        """Return the next step of every candidate that is measured now."""
+    def add(self, step: Step, lost: Losses) -> None:
+        """Take what was lost in a step; candidates that can no longer be chosen leave."""
+        key = step.one.subject.key
+        self.losses[key][step.task] += lost
+        self.together[step.task] += lost
+        self.found[key] = worst(estimate(of) for of in self.losses[key] if of.samples)
+        floor, judged = self._floor(), [step.one] if self.goal.floor is not None else self.left
+        out = {one.subject.key for one in judged if self._misses(one, floor)}
+        self.left = [one for one in self.left if one.subject.key not in out]
+
+    @property
+    def finalists(self) -> list[Candidate]:
+        """The candidates that have had all samples and may be chosen, cheapest first."""
+        return [one for one in self.left if self._complete(one)]
+
+    def _wanted(self) -> Iterable[Candidate]:
+        """The candidates that need more samples, cheapest first."""
         if self.goal.floor is None:
-            return [self._step(one) for one in left if not self._complete(one)]
-        first = takewhile(lambda one: not self._complete(one), left)
-        return [self._step(one) for one in islice(first, self.width)]
+            return [one for one in self.left if not self._complete(one)]
+        return takewhile(lambda one: not self._complete(one), self.left)
+
+    def _may(self, one: Candidate) -> bool:
+        """Whether a candidate has samples left; of those it may be given half as many as it has answered at once, before any is answered one step."""
+        asked, answered = self.asked[one.subject.key], sum(of.samples for of in self.losses[one.subject.key])
+        return sum(asked) < sum(self.sizes) and sum(asked) - answered <= answered // AHEAD
 
     def _step(self, one: Candidate) -> Step:
         """Choose the task in which the next sample is most likely lost: by a candidate's own losses, and one sample that loses what all did."""
-        own = self.losses[one.subject.key]
+        own, asked = self.losses[one.subject.key], self.asked[one.subject.key]
 
         def likely(task: int) -> float:
-            return (own[task].total + self.together[task].share) / (own[task].samples + 1)
+            return (own[task].total + self.together[task].share) / (asked[task] + 1)
 
-        task = max((index for index, size in enumerate(self.sizes) if own[index].samples < size), key=likely)
-        done = own[task].samples
-        return Step(one, task, done, min(max(self.least[task], done // LESS), self.sizes[task] - done))
+        task = max((index for index, size in enumerate(self.sizes) if asked[index] < size), key=likely)
+        done = asked[task]
+        asked[task] = min(self.sizes[task], done + max(self.least[task], done // LESS))
+        return Step(one, task, done, asked[task] - done)
 
-    def _floor(self, left: Sequence[Candidate]) -> float:
+    def _floor(self) -> float:
         if self.goal.floor is not None:
             return self.goal.floor
-        known = [self.found[one.subject.key] for one in left if all(of.samples for of in self.losses[one.subject.key])]
+        known = [self.found[one.subject.key] for one in self.left if all(of.samples for of in self.losses[one.subject.key])]
         return max((one.value - one.error for one in known), default=0.0)
 
     def _misses(self, one: Candidate, floor: float) -> bool:
@@ -132,6 +147,18 @@ class Race:
 
     def _complete(self, one: Candidate) -> bool:
         return all(of.samples == size for of, size in zip(self.losses[one.subject.key], self.sizes, strict=True))
+
+
+def measured(race: Race, measure: Callable[[Step], Losses], width: int = 1) -> list[Candidate]:
+    """Run a race with so many steps under way at once, which are answered in the order they were begun; return its finalists."""
+    running = deque[Step]()
+    while True:
+        while len(running) < width and (step := race.next(running[-1].one.subject.key if running else "")):
+            running.append(step)
+        if not running:
+            return race.finalists
+        step = running.popleft()
+        race.add(step, measure(step))
 
 
 def choose(goal: Goal, finalists: Sequence[Candidate], found: Mapping[str, Estimate]) -> Candidate | None:
