@@ -42,8 +42,10 @@ class Case:
         self, bits: int, key_group: int, residual: int, heads: int, group: int, dim: int, dtype: torch.dtype, lens: list[int], page: int = 128,
         splits: int = 0, kept: bool = False, sink: int | None = None,
     ) -> None:  # fmt: skip
-        self.format = Format(8, 1, dim, 1, together=True, integers=not residual) if bits == 8 else Format(bits, key_group, gcd(key_group, dim), residual)
-        self.role: Any = Int8() if not residual else Fp8() if bits == 8 else Kivi(bits=bits, group=key_group, residual=residual)
+        if bits == 8:  # no residual: integers
+            self.format, self.role = Format(8, 1, dim, 1, together=True, integers=not residual), Fp8() if residual else Int8()
+        else:
+            self.format, self.role = Format(bits, key_group, gcd(key_group, dim), residual), Kivi(bits=bits, group=key_group, residual=residual)
         if sink is not None:  # rotated, too
             self.format = replace(self.format, rotated=True, sink=sink)
         self.kept = kept  # a list says which tokens of prompts stay, as MiniKV has it
@@ -309,7 +311,7 @@ def cases() -> list[Case]:
         Case(8, 1, 1, 2, 2, 64, bf16, lens, page=32),
         Case(8, 1, 1, 2, 3, 96, fp16, lens, page=32),
         Case(8, 1, 1, 1, 8, 256, bf16, lens, page=64, splits=2),
-        Case(8, 1, 0, 8, 4, 128, bf16, [33000, 31, 255]),  # no residual: integers
+        Case(8, 1, 0, 8, 4, 128, bf16, [33000, 31, 255]),
         Case(8, 1, 0, 2, 7, 128, fp16, lens, page=32),
         Case(8, 1, 0, 2, 2, 64, bf16, lens, page=32),
         Case(8, 1, 0, 2, 3, 96, fp16, lens, page=32),

@@ -31,6 +31,7 @@ from trtkv.runtime.llm import LLM
 from trtkv.runtime.rows import StepRow
 
 GATHERED = {
+    "lagkv+int8": ("evict.lag=16", "evict.sink=4"),
     "lagkv+fp8": ("evict.lag=16", "evict.sink=4"),
     "localkv+fp8": ("evict.lag=24", "evict.sink=20", "evict.ratio=0.3"),
     "knorm+fp8": ("evict.lag=16", "evict.sink=0", "evict.ratio=0.25", "evict.skip_layers=[0]"),  # the first layer keeps everything
@@ -42,7 +43,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> TinyModel:
     return make_tiny("llama", tmp_path_factory.mktemp("wide") / "model", head_dim=64, num_hidden_layers=2)
 
 
-@pytest.mark.parametrize("policy", ["lagkv+fp8", "knorm+fp8"])
+@pytest.mark.parametrize("policy", ["lagkv+int8", "lagkv+fp8", "knorm+fp8"])
 def test_a_session_stores_and_answers_like_the_definition(wide: TinyModel, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     exact = make_rig(wide, policy, tmp_path, sets=GATHERED[policy], slots=3, by_definition=True)
     fake = Torch(monkeypatch)

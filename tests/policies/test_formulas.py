@@ -150,7 +150,7 @@ def test_paper_sizes_of_the_defaults() -> None:
     assert (role.budget, role.page, role.sink, role.window, role.tau, role.dense_layers) == (2048, 32, 128, 128, 0.8, 1)
 
 
-@pytest.mark.parametrize(("name", "share"), [("near-lossless", 0.55), ("balanced", 0.48), ("smallest", 0.2)])
+@pytest.mark.parametrize(("name", "share"), [("near-lossless", 0.58), ("balanced", 0.305), ("smallest", 0.15)])
 @pytest.mark.parametrize("prompt", [100, 256, 257, 511, 513, 4097])
 def test_a_share_of_the_prompt_stays_where_it_is_more_than_the_budget(name: str, share: float, prompt: int) -> None:
     stays = min(prompt, max(256, int(prompt * share + 1e-6)))

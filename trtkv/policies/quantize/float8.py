@@ -21,7 +21,7 @@ class Float8(Chunked, Fp8):
     needs: ClassVar[frozenset[str]] = frozenset()
     demoted_only: ClassVar[bool] = False
 
-    def rule(self) -> rules.Float8:
+    def rule(self) -> rules.Encoding:
         """Eight-bit floats."""
         return rules.Float8()
 

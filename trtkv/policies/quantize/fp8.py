@@ -27,7 +27,7 @@ class Fp8(Quantize):
     demoted_only: ClassVar[bool] = True
     bytewise: ClassVar[bool] = True
 
-    def rule(self) -> rules.Float8:
+    def rule(self) -> rules.Encoding:
         """Eight-bit floats."""
         return rules.Float8()
 

@@ -22,7 +22,7 @@ class Int8(Float8):
 
     source: ClassVar[str] = "LLM.int8(), arXiv 2208.07339"
 
-    def rule(self) -> rules.Int8:
+    def rule(self) -> rules.Encoding:
         """Eight-bit integers."""
         return rules.Int8()
 
