@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
 Record = dict[str, Any]
-FEW = 60  # prompts, beside which `rotated` has more
-SHOWN = ("full", "rotated", "near-lossless", "balanced", "smallest")  # the records have more
-CHOSEN = 1  # the seed of the prompts by which presets that see the question were chosen: others confirm them
+SHOWN = ("full", "int8", "fp8", "rotated", "near-lossless", "balanced", "smallest")
+PROSE = "prose"  # texts without a question
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +20,13 @@ class Goal:
     share: float
     points: float
 
-    def verdict(self, groups: Sequence[Sequence[Record]]) -> str:
-        """Say what it loses at most in a task, in any of the groups of records that have it."""
-        own = [rows for rows in groups if rows[0]["seen"] and self.preset in rows[0]["answers"]]
-        size = max(share(rows, self.preset) for rows in own)
-        lost, error, task, model = max((*loss(rows, task, self.preset), task, rows[0]["model"]) for rows in own for task in tasks(rows))
+    def verdict(self, rows: Sequence[Record]) -> str:
+        """Say what it loses at most in a task of a model."""
+        seen = [group(rows, model, True) for model in models(rows)]
+        size = max(share(own, self.preset) for own in seen)
+        lost, error, task, model = max((*loss(own, task, self.preset), task, own[0]["model"]) for own in seen for task in tasks(own))
         verdict = "Reached" if size <= self.share and lost <= self.points else "Missed"
-        mean = max(fmean(loss(rows, task, self.preset)[0] for task in tasks(rows)) for rows in own)
+        mean = max(fmean(loss(own, task, self.preset)[0] for task in tasks(own)) for own in seen)
         goal = f"- `{self.preset}`, {self.share:.0%} of the bytes within {self.points:.0%} of `full` in every task: takes {size:.1%},"
         return f"{goal}\n  loses at most {lost:.1%} ± {error:.1%} ({task}, {model}), {mean:.1%} in a model's mean. **{verdict}.**"
 
@@ -40,31 +38,39 @@ GOALS = (
 )
 
 
-def grouped(rows: Sequence[Record]) -> list[list[Record]]:
-    """Put records of one model, length, question and number of samples together, but for those by which presets were chosen."""
-    groups: dict[tuple[Any, ...], list[Record]] = {}
-    for row in rows:
-        if row["seen"] and row["seed"] == CHOSEN:
-            continue
-        groups.setdefault((not row["seen"], -row["samples"], row["model"], row["length"]), []).append(row)
-    return [groups[place] for place in sorted(groups)]
+def lines(rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+    """Return the titles and a line for every policy: bytes, and right answers by task for each model, question seen or not."""
+    groups = [group(rows, model, seen) for seen in (True, False) for model in models(rows)]
+    titles = [f"{own[0]['model'].split('-')[0]}, {'seen' if own[0]['seen'] else 'unseen'}" for own in groups]
+
+    def right(own: Sequence[Record], name: str) -> str:
+        return "/".join(str(sum(one for one, _ in paired(own, task, name))) for task in tasks(own)) if name in own[0]["answers"] else "-"
+
+    size = {name: max(share(own, name) for own in groups if name in own[0]["answers"]) for name in SHOWN}
+    found = [[f"`{name}`", f"{size[name]:.1%}", *(right(own, name) for own in groups)] for name in SHOWN]
+    return ["preset", "bytes", *titles], found
 
 
-def lines(rows: Sequence[Record]) -> list[list[str]]:
-    """Return a line for every policy: where, its name, bytes and right answers by task."""
-    one, counts = rows[0], Counter(row["task"] for row in rows)
-    few, most = min(counts.values()), max(counts.values())
-    place = f"{one['model']}, {'seen' if one['seen'] else 'unseen'}, {few if few == most else f'{few} to {most}'}"
-    found = []
-    for name in (one for one in SHOWN if one in rows[0]["answers"] and (one != "rotated" or most > FEW or rows[0]["seen"])):
-        right = " ".join(str(sum(own for own, _ in paired(rows, task, name))) for task in tasks(rows))
-        found.append([place, f"`{name}`", f"{share(rows, name):.1%}", right])
-    return found if len(found) > 1 else []
+def prose(rows: Sequence[Record]) -> str:
+    """Say how many nats a token presets lose in texts without a question, the larger of the models' means."""
+    texts = [[row for row in rows if row["task"] == PROSE and row["model"] == model] for model in models(rows)]
+    worst = {name: max(fmean(row["answers"][name]["nll"] - row["answers"]["full"]["nll"] for row in own) for own in texts) for name in SHOWN[1:]}
+    return ", ".join(f"`{name}` {more:.3f}" for name, more in worst.items())
+
+
+def models(rows: Sequence[Record]) -> list[str]:
+    """List the models of records."""
+    return sorted({row["model"] for row in rows})
+
+
+def group(rows: Sequence[Record], model: str, seen: bool) -> list[Record]:
+    """Return the records of a model's questions, those that are seen when the prompt is compressed or the others."""
+    return [row for row in rows if row["model"] == model and row["seen"] is seen and row["task"] != PROSE]
 
 
 def tasks(rows: Sequence[Record]) -> list[str]:
-    """List the tasks of records."""
-    return sorted({row["task"] for row in rows})
+    """List the tasks of records that have a question."""
+    return sorted({row["task"] for row in rows} - {PROSE})
 
 
 def paired(rows: Sequence[Record], task: str, name: str) -> list[tuple[int, int]]:

@@ -354,3 +354,21 @@ def test_prompt_shorter_than_every_window(name: str) -> None:
     done = simulate(small(name), q, k, v, prefill=1)
     if not name.startswith("minikv"):
         assert [len(step[0]) for step in done.kept] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("smooth", ["avg", "max"])
+@pytest.mark.parametrize("ahead", [0, 1, 6])
+def test_what_follows_an_attended_token_is_pooled_with_it(smooth: str, ahead: int) -> None:
+    window, side, tokens = 4, 1, 40
+    q, k, v = tensors(tokens)
+    role = role_class("evict", "snapkv")(budget=16, window=window, kernel=2 * side + 1, smooth=smooth, ahead=ahead)
+    scale = q.shape[2] ** -0.5
+    raw = torch.einsum("whd,nhd->hwn", q[-window:], k.repeat_interleave(2, 1)) * scale
+    later = torch.arange(tokens)[None] > torch.arange(tokens - window, tokens)[:, None]
+    sums = raw.masked_fill(later, float("-inf")).softmax(2)[:, :, : tokens - window].sum(1)
+    pooled = torch.zeros_like(sums)
+    for token in range(sums.shape[1]):
+        seen = sums[:, max(0, token - side - ahead) : token + side + 1]
+        pooled[:, token] = seen.amax(1) if smooth == "max" else seen.sum(1) / (2 * side + 1 + ahead)
+    want = torch.nn.functional.pad(pooled.unflatten(0, (2, 2)).mean(1), (0, window))
+    torch.testing.assert_close(role.scores(view_of(k, v, q[-window:])), want, rtol=1e-5, atol=1e-6)
