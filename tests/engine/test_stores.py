@@ -30,6 +30,9 @@ FORMATS = {
     "int4 a token": ("qhitter", {}),
     "int2 that is selected from": ("quest+kivi", {}),
     "fp8 that is selected from": ("fier+fp8", {}),
+    "int8": ("int8", {}),
+    "int8 after eviction": ("balanced", {}),
+    "int8 that is selected from": ("quest+int8", {}),
     "mixed": ("arkv", {}),
 }
 PLAIN = {"full": 1, "lagkv": 1, "snapkv": 1, "pyramidkv": 3}  # policies that store tokens as they are: page groups
