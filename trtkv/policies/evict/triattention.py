@@ -33,7 +33,7 @@ CALIBRATE = "build_scripts/calibrate_centres.py"
 
 
 class TriAttention(Budgeted):
-    """Keep the keys that queries around calibrated centres will attend to, in a long answer too.
+    """Keep what queries around calibrated centres will attend to, in answers too.
 
     window: last tokens that stay, whose queries have the centres where none are calibrated; ahead: the last of the positions to come that are
     scored for; interval: tokens over the budget that gather in decode before the next eviction; centres: a text for each layer, of its query
@@ -92,7 +92,7 @@ class TriAttention(Budgeted):
         lengths = view.keys.unflatten(-1, (2, -1)).norm(dim=-2)
         found = (direction @ view.keys.transpose(1, 2) + spread @ lengths.transpose(1, 2)) * stored
         count = stored.sum(-1, keepdim=True)
-        off = (found - found.sum(-1, keepdim=True) / count) * stored
+        off: Tensor = (found - found.sum(-1, keepdim=True) / count) * stored
         return (off / ((off * off).sum(-1, keepdim=True) / count).sqrt().clamp_min(1e-6)).amax(1)
 
     def known(self, view: CacheView) -> tuple[Tensor, Tensor]:
