@@ -28,6 +28,7 @@ CENTRED = small("triattention").model_copy(update={"evict": small("triattention"
 POLICIES = {name: small(name) for name in PRESETS if small(name).plan(MODEL).storage == "compacted"} | {
     "calibrated layers": CALIBRATED,
     "calibrated centres": CENTRED,
+    "whole prompt": small("triattention", 40).with_field("evict.whole_prompt", "true"),
 }
 STEPS = 60
 

@@ -28,6 +28,7 @@ from trtkv.plan import CacheView
 from trtkv.policies.evict.triattention import TriAttention, packed
 from trtkv.policies.registry import parse_policy
 from trtkv.policies.written import write_policy
+from trtkv.simulation import simulate
 
 ROOT = Path(__file__).parents[2]
 HEADS, KV_HEADS, HALF, THETA = 4, 2, 8, 100.0
@@ -108,6 +109,18 @@ def test_without_a_calibration_the_newest_queries_have_the_centres() -> None:
     role = TriAttention(window=8, rope=Rope(theta=THETA))
     assert (role.needs, role.observe_window, known.needs, known.observe_window) == ({"last_queries"}, 8, frozenset(), 0)
     torch.testing.assert_close(role.scores(replace(view, queries=queries)), known.scores(view), rtol=0, atol=0.01)
+
+
+def test_a_prompt_stays_whole_beside_the_budget() -> None:
+    q, k, v = tensors(220)
+    done = simulate(small("triattention", 40).with_field("evict.whole_prompt", "true"), q, k, v, prefill=120)
+    assert [len(step[0]) for step in done.kept] == [*range(120, 160), *(160 + step % 8 for step in range(61))]
+    assert all(torch.equal(head[:120], torch.arange(120)) for step in done.kept for head in step)
+    numbers, keys, view = case()
+    role = TriAttention(centres=texts(numbers), whole_prompt=True, ahead=1, rope=Rope(theta=THETA))
+    found = role.scores(replace(view, at=replace(view.at, prompt=20)))
+    group = [series(numbers[1, :, one], keys[0, 16:], view.positions[0, 16:].tolist(), 59, [1]) for one in (0, 1)]
+    torch.testing.assert_close(found[0, 16:].double(), torch.tensor(group, dtype=torch.float64).amax(0), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text"])

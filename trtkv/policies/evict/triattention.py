@@ -37,7 +37,8 @@ class TriAttention(Budgeted):
 
     window: last tokens that stay, whose queries have the centres where none are calibrated; ahead: the last of the positions to come that are
     scored for; interval: tokens over the budget that gather in decode before the next eviction; centres: a text for each layer, of its query
-    heads' centres and mean lengths; rope: how the model rotates, which its plan fills in; null: not at all.
+    heads' centres and mean lengths; whole_prompt: whether the prompt stays, beside the budget, as in the authors' runs; rope: how the model
+    rotates, which its plan fills in; null: not at all.
     """
 
     source: ClassVar[str] = "TriAttention, arXiv 2604.04921"
@@ -45,6 +46,7 @@ class TriAttention(Budgeted):
     ahead: int = Field(65536, ge=1)
     interval: int = Field(128, ge=1)
     centres: tuple[str, ...] = ()
+    whole_prompt: bool = False
     rope: Rope | None = None
 
     if not TYPE_CHECKING:  # what other roles declare for a class follows from the centres here
@@ -80,18 +82,22 @@ class TriAttention(Budgeted):
         return self.model_copy(update={"rope": model.rope})
 
     def reserved(self, prompt: int) -> tuple[int, int]:
-        """The window."""
-        return 0, self.window
+        """The window, and the prompt where it stays whole."""
+        return prompt * self.whole_prompt, self.window
+
+    def free(self, prompt: int) -> float:
+        """The budget without the window."""
+        return self.budget - self.window
 
     def scores(self, view: CacheView) -> Tensor:
-        """Return scores [Hk, S], those of a group's query heads in units of their deviation over the stored tokens."""
-        heads, stored = len(view.keys), (view.positions >= 0)[:, None].float()
+        """Return scores [Hk, S], those of a group's query heads in units of their deviation over the tokens that may go."""
+        heads, stored = len(view.keys), (view.positions >= view.at.prompt * self.whole_prompt)[:, None].float()
         centre, length = self.known(view)
         turned = centre * _turns(self.rope, view.at.seen - 1 + self.offsets(view.keys), centre).mean(0)
         direction, spread = (torch.unflatten(x, 0, (heads, -1)) for x in (torch.cat([turned.real, turned.imag], -1), length - centre.abs()))
         lengths = view.keys.unflatten(-1, (2, -1)).norm(dim=-2)
         found = (direction @ view.keys.transpose(1, 2) + spread @ lengths.transpose(1, 2)) * stored
-        count = stored.sum(-1, keepdim=True)
+        count = stored.sum(-1, keepdim=True).clamp_min(1)
         off: Tensor = (found - found.sum(-1, keepdim=True) / count) * stored
         return (off / ((off * off).sum(-1, keepdim=True) / count).sqrt().clamp_min(1e-6)).amax(1)
 
