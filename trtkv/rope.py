@@ -20,6 +20,12 @@ def rope_frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     return plain, 1.0
 
 
+def rotations(positions: Tensor, frequencies: Tensor) -> Tensor:
+    """Return the rotations [n, D / 2] of positions [n], as complex numbers of length one."""
+    angles = positions.float()[:, None] * frequencies
+    return torch.complex(angles.cos(), angles.sin())
+
+
 def _llama3(rope: Rope, plain: Tensor) -> Tensor:
     """Llama 3.1: slow frequencies are divided by the factor, fast ones unchanged, those between interpolated."""
     assert rope.original_max_positions is not None

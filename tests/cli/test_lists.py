@@ -16,7 +16,7 @@ from trtkv.presets import policy_presets
 
 NAMES = """
 full fier freekv lagkv localkv knorm arkv arkv-origin arkv-quant minikv minikv-pyramid kivi qhitter quest arkvale shadowkv
-streaming h2o snapkv pyramidkv tova raas razor keydiff expected-attention adakv expected-adakv kvzip rkv
+streaming h2o snapkv pyramidkv tova raas razor keydiff expected-attention adakv expected-adakv kvzip rkv triattention
 """
 
 

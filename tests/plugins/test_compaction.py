@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from plugins.cache.eviction.cache import EvictingCache
 from plugins.cache.eviction.view import PagedView
@@ -17,10 +18,18 @@ from tests.test_predict import MODEL
 from tests.tiny import Rig, TinyModel, make_rig
 from trtkv.config import Limits
 from trtkv.policies.allocate.calibrated import Calibrated
+from trtkv.policies.evict.triattention import packed
 from trtkv.policies.schedule import trajectory
 
 CALIBRATED = small("snapkv").model_copy(update={"allocate": Calibrated(layers=(1.5, (0.4, 0.4), 1.1))})
-POLICIES = {name: small(name) for name in PRESETS if small(name).plan(MODEL).storage == "compacted"} | {"calibrated layers": CALIBRATED}
+MADE = torch.Generator().manual_seed(1)
+CENTRES = tuple(packed(*(torch.randn(6, 8, dtype=dtype, generator=MADE) for dtype in (torch.cfloat, torch.float))) for _ in range(3))
+CENTRED = small("triattention").model_copy(update={"evict": small("triattention").evict.model_copy(update={"centres": CENTRES})})
+POLICIES = {name: small(name) for name in PRESETS if small(name).plan(MODEL).storage == "compacted"} | {
+    "calibrated layers": CALIBRATED,
+    "calibrated centres": CENTRED,
+    "whole prompt": small("triattention", 40).with_field("evict.whole_prompt", "true"),
+}
 STEPS = 60
 
 

@@ -200,6 +200,7 @@ STORAGE = {
     "expected-attention+fp8": "once",
     "expected-adakv": "per_head",
     "rkv": "compacted",
+    "triattention": "compacted",
     "arkv": "mixed",
     "arkv-quant": "mixed",
     "kivi": "encoded",

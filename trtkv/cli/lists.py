@@ -18,6 +18,7 @@ PLAIN = {
 }
 APART = ("plan_hash", "buffers", "assumes", "in_torch")  # for programs, or printed otherwise
 OPTIONAL = ("score_bytes", "scratch_bytes")  # of few policies
+LONGEST = 200  # characters of a field
 
 
 def register(app: App) -> None:
@@ -140,9 +141,15 @@ def _print_policy(row: dict[str, Any]) -> None:
     roles = [[kind, one["role"], one["source"], one["summary"]] for kind, one in row["roles"].items()]
     print_table(["question", "role", "source", "what it does"], roles or [["none", "", "", ""]], title=title)
     fields = [
-        [f"{kind}.{field}", str(one["fields"][field]), about["type"], about["meaning"]]
+        [f"{kind}.{field}", _shortened(one["fields"][field]), about["type"], about["meaning"]]
         for kind, one in row["roles"].items()
         for field, about in one["about"].items()
     ]
     if fields:
         print_table(["field", "value", "type", "meaning"], fields)
+
+
+def _shortened(value: Any) -> str:
+    """Return a value's text, or the beginning of a table of numbers."""
+    text = str(value)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."

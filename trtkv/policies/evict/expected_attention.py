@@ -16,7 +16,7 @@ from trtkv.lazy import F, Tensor, torch
 from trtkv.plan import CacheView
 from trtkv.policies.once import Once
 from trtkv.ranking import group_mean, span
-from trtkv.rope import rope_frequencies
+from trtkv.rope import rope_frequencies, rotations
 
 MOST_ELEMENTS = 1 << 25  # of products of keys and covariances that are in memory at once
 
@@ -79,12 +79,6 @@ class ExpectedAttention(Once):
             return queries
         half = queries.shape[-1] // 2
         frequencies = rope_frequencies(self.rope, 2 * half)[0].to(queries.device)
-        back, ahead = (_rotations(span(*one, queries), frequencies) for one in ((first, seen), (seen, seen + self.future)))
+        back, ahead = (rotations(span(*one, queries), frequencies) for one in ((first, seen), (seen, seen + self.future)))
         turned = torch.complex(queries[..., :half], queries[..., half:]) * (back.conj() * ahead.mean(0))[:, None]
         return torch.cat([turned.real, turned.imag], -1)
-
-
-def _rotations(positions: Tensor, frequencies: Tensor) -> Tensor:
-    """Return the rotations [n, D / 2] of positions [n], as complex numbers of length one."""
-    angles = positions.float()[:, None] * frequencies
-    return torch.complex(angles.cos(), angles.sin())
