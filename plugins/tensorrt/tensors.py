@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-# numpy has no bfloat16, so such a tensor travels as int16 and is viewed as what it is.
-TYPE_CODES = {"FLOAT": "<f4", "HALF": "<f2", "BF16": "<i2", "INT32": "<i4", "INT64": "<i8"}
+# numpy has no bfloat16 and no eight-bit floats, so such tensors travel as integers and are viewed as what they are.
+TYPE_CODES = {"FLOAT": "<f4", "HALF": "<f2", "BF16": "<i2", "INT32": "<i4", "INT64": "<i8", "FP8": "|u1"}
 TORCH_NAMES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "INT32": "int32", "INT64": "int64", "FP8": "float8_e4m3fn"}
 
 

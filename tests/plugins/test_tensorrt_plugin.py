@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -320,6 +321,11 @@ def test_recorders_are_of_one_thread() -> None:
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+
+
+@pytest.mark.parametrize("dtype", list(tensors.TORCH_NAMES))
+def test_every_dtype_travels_in_its_size(dtype: str) -> None:
+    assert np.dtype(tensors.TYPE_CODES[dtype]).itemsize == getattr(torch, tensors.TORCH_NAMES[dtype]).itemsize
 
 
 @pytest.mark.gpu
