@@ -155,7 +155,8 @@ class CachePlan:
             return "reference" if evict.token_state or {"attention_newest", "output_projection"} & {*evict.needs} else "once"
         if evict.token_state or evict.queries or evict.needs or quantize.flush_first:
             return "reference"
-        alone = isinstance(evict.rule, Lag) and isinstance(quantize.encoding, Float8 | Int8) and "allocate" not in self.roles
+        plain = isinstance(quantize.encoding, Float8) or quantize.encoding == Int8()
+        alone = isinstance(evict.rule, Lag) and plain and "allocate" not in self.roles
         return "gathered" if alone else "windowed"
 
     @property

@@ -87,8 +87,10 @@ def find_format(plan: CachePlan) -> Format | None:
         return None  # layers store different numbers of tokens, and a plan of an earlier version has one page table for all
     if isinstance(encoding, Grouped):
         found = _grouped(encoding, plan)
-    elif isinstance(encoding, Float8 | Int8):
-        found = Format(8, 1, plan.head_dim, 1, together=True, integers=isinstance(encoding, Int8))
+    elif isinstance(encoding, Float8):
+        found = Format(8, 1, plan.head_dim, 1, together=True)
+    elif isinstance(encoding, Int8):
+        found = Format(8, 1, plan.head_dim, 1, together=True, integers=True, rotated=encoding.rotated)
     else:
         return None
     return found if _fits(found, plan) and _selects(found, plan) else None

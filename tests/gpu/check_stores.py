@@ -316,6 +316,8 @@ def cases() -> list[Case]:
         Case(8, 1, 0, 2, 2, 64, bf16, lens, page=32),
         Case(8, 1, 0, 2, 3, 96, fp16, lens, page=32),
         Case(8, 1, 0, 1, 8, 256, bf16, lens, page=64, splits=2),
+        Case(8, 1, 0, 8, 4, 128, bf16, [33000, 31, 255], sink=0),
+        Case(8, 1, 0, 2, 3, 96, fp16, lens, page=32, sink=0),
     ]
 
 

@@ -200,6 +200,9 @@ def model(**update: Any) -> ModelConfig:
         ("pyramidkv+fp8", (), {}, Format(8, 1, 128, 1, together=True)),
         ("lagkv+fp8", (), {}, Format(8, 1, 128, 1, together=True)),
         ("lagkv+int8", (), {}, Format(8, 1, 128, 1, together=True, integers=True)),
+        ("int8", ("quantize.rotated=true",), {}, Format(8, 1, 128, 1, together=True, integers=True, rotated=True)),
+        ("lagkv+int8", ("quantize.rotated=true",), {}, None),
+        ("quest+int8", ("quantize.rotated=true",), {}, None),
         ("rotated", (), {}, Format(4, 64, 64, 64, rotated=True, sink=4)),
         ("snapkv+rotated", (), {}, Format(4, 64, 64, 64, rotated=True, sink=4)),
         ("rotated", ("quantize.value_bits=2",), {}, None),
@@ -313,7 +316,10 @@ STORED = {
 BY_CHUNK = {policy: (*STORED[policy], "quantize.by_chunk=true") for policy in ("kivi", "fp8", "int8", "rotated")}
 
 
-@pytest.mark.parametrize(("policy", "sets"), [*STORED.items(), *BY_CHUNK.items()])
+@pytest.mark.parametrize(
+    ("policy", "sets"),
+    [*STORED.items(), *BY_CHUNK.items(), ("int8", ("quantize.rotated=true",)), ("snapkv+int8", (*STORED["snapkv+int8"], "quantize.rotated=true"))],
+)
 def test_a_session_stores_and_answers_like_the_definition(
     wide: TinyModel, policy: str, sets: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,6 +409,7 @@ NEWEST = ("evict.heavy=0", "evict.recent=0.6", "quantize.residual=32")  # which 
         ("kivi", ("quantize.bits=4", "quantize.group=16", "quantize.residual=32")),
         ("fp8", ()),
         ("int8", ()),
+        ("int8", ("quantize.rotated=true",)),
         ("rotated", ()),
         ("minikv", NEWEST),
         ("minikv-pyramid", NEWEST),

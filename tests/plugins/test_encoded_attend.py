@@ -99,6 +99,11 @@ def test_blocks_of_a_cluster_merge_through_their_shared_memory(
     compare(form, group, dim, dtype, [330, 1, 65, 140], None, monkeypatch, splits=splits, cluster=4)
 
 
+@pytest.mark.parametrize(("group", "dim", "dtype"), [(3, 64, torch.bfloat16), (4, 128, torch.float16)])
+def test_outputs_of_integers_are_turned_back(group: int, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare(replace(eight_bits(dim, 0), rotated=True), group, dim, dtype, [330, 1, 66, 140], None, monkeypatch)
+
+
 @pytest.mark.parametrize("cluster", [1, 4])
 @pytest.mark.parametrize(("group", "dim", "sink"), [(7, 64, 4), (1, 64, 16), (3, 96, 5), (4, 128, 4), (2, 256, 0)])
 def test_outputs_are_turned_back_and_first_tokens_exact(group: int, dim: int, sink: int, cluster: int, monkeypatch: pytest.MonkeyPatch) -> None:

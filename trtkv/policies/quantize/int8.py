@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from trtkv import rules
+from trtkv.hadamard import rotate
 from trtkv.lazy import Tensor, torch
 from trtkv.policies.base import Part
 from trtkv.policies.quantize.float8 import Float8
@@ -18,16 +19,21 @@ ZERO = 128  # the code of zero: codes are not negative
 
 
 class Int8(Float8):
-    """Store every token in eight-bit integers."""
+    """Store every token in eight-bit integers.
+
+    rotated: whether the channels of every head are rotated before, as in `rotated`, which spreads a large channel over all.
+    """
 
     source: ClassVar[str] = "LLM.int8(), arXiv 2208.07339"
+    rotated: bool = False
 
     def rule(self) -> rules.Encoding:
         """Eight-bit integers."""
-        return rules.Int8()
+        return rules.Int8(self.rotated)
 
     def encode(self, x: Tensor, part: Part) -> dict[str, Tensor]:
         """Encode keys or values [Hk, S, D] to codes uint8 [Hk, S, D] and a scale [Hk, S] in the dtype of x."""
+        x = rotate(x).to(x.dtype) if self.rotated else x
         scale = (x.abs().amax(-1).float() / LARGEST).to(x.dtype)
         scale = scale.where(scale > 0, torch.ones_like(scale))
         codes = (x.float() / scale.float()[..., None]).clamp(-LARGEST, LARGEST).round() + ZERO
@@ -35,4 +41,5 @@ class Int8(Float8):
 
     def decode(self, codes: Mapping[str, Tensor], part: Part) -> Tensor:
         """Decode keys or values to [Hk, S, D] fp32."""
-        return (codes["codes"].float() - ZERO) * codes["scale"].float()[..., None]
+        x = (codes["codes"].float() - ZERO) * codes["scale"].float()[..., None]
+        return rotate(x) if self.rotated else x
