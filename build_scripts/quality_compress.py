@@ -1,7 +1,7 @@
 """Measures what compressing a prompt costs in answers: a prompt is computed once, and every policy is asked about what it leaves of it.
 
     python build_scripts/quality_compress.py engines/quality-recommended.jsonl --seen --commit $(git rev-parse --short HEAD)
-    python build_scripts/quality_compress.py records.jsonl --model gemma3-270m --length 4096 --device cuda --part 0/8 &    # of eight processes
+    python build_scripts/quality_compress.py records.jsonl --model gemma3-270m --length 4096 --device cuda --jobs 32    # over all GPUs
 
 Evictions and codes follow a prompt's attention, so a prompt in one chunk is the same for all policies: what every layer attended to is recorded once,
 and given to each policy, which evicts and encodes; question and answer are read over what that leaves, all at once. The question follows the prompt,
@@ -12,7 +12,10 @@ it; a second call goes on, and adds a line where it has other policies. The task
 from __future__ import annotations
 
 import argparse
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -73,9 +76,12 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--samples", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--part", default="0/1", help="which of how many parts of the samples are asked")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that ask a part of the samples each, spread over the GPUs")
+    parser.add_argument("--part", help="which of how many parts of the samples this process asks")
     parser.add_argument("--commit", default="")
     options = parser.parse_args()
+    if options.part is None and options.jobs > 1:
+        sys.exit(spread(options.jobs))
     torch.set_num_threads(1)
     model = Model(options.model, options.device, options.dtype, options.length + COMPARED, 1)
     runs = {name: Left(model, policy_of(name, options.length)) for name in ("full", *options.policies.split(","))}
@@ -85,7 +91,7 @@ def main() -> None:
     for row in read_records(options.records) if options.records.is_file() else []:
         if all(row[name] == value for name, value in about.items() if name != "device"):
             done.setdefault((row["task"], row["sample"]), {"full"}).update(row["answers"])
-    part, parts = map(int, options.part.split("/"))
+    part, parts = map(int, (options.part or "0/1").split("/"))
     own = list(order(options.tasks.split(","), options.samples))[part::parts]
     count = cache(lambda text: len(model.full.encode(text)))  # sentences come again and again
     made: dict[str, list[Sample]] = {}
@@ -97,6 +103,15 @@ def main() -> None:
         found = ask(model.full, target_of(model.full, made[task][index], options), {"full": runs["full"], **left})
         row = {"task": task, "sample": index, **about, "answers": found, "commit": options.commit}
         append_records(options.records, [row])
+
+
+def spread(jobs: int) -> int:
+    """Run this command in processes that share the samples; return the worst exit code."""
+    gpus, running = torch.cuda.device_count(), []
+    for index in range(jobs):
+        own = {"CUDA_VISIBLE_DEVICES": str(index % gpus)} if gpus else {}
+        running.append(subprocess.Popen([sys.executable, *sys.argv, "--part", f"{index}/{jobs}"], env=os.environ | own))
+    return max(abs(one.wait()) for one in running)
 
 
 def policy_of(name: str, length: int) -> Policy:

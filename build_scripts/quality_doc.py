@@ -285,7 +285,8 @@ def ruler(folder: Path) -> str:
     rows = read_records(folder / "quality-ruler.jsonl")
     scores: dict[tuple[str, int, str], dict[str, list[float]]] = {}
     for row in rows:
-        scores.setdefault((row["model"], row["length"], row["policy"]), {})[row["task"]] = row["scores"]
+        own = row.get("scores") or [answer["score"] for answer in row["answers"]]
+        scores.setdefault((row["model"], row["length"], row["policy"]), {})[row["task"]] = own
     places = sorted({place[:2] for place in scores}, reverse=True)
 
     def shown(policy: str, model: str, length: int) -> str:
