@@ -40,8 +40,10 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	PYTHONPATH=. $(BIN)/lint-imports
 
+# The pip that comes with Python 3.11.2 needs a quarter of an hour to choose versions, a new one seconds.
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) --upgrade pip
 
 $(VENV)/.torch: | $(VENV)/bin/python
 	$(INSTALL) $(TORCH)
