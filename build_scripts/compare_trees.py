@@ -105,7 +105,8 @@ def export(revision: str, folder: Path) -> Path:
     except (OSError, subprocess.CalledProcessError):
         fail(f"--base '{revision}' is neither a directory nor a revision of this repository", "Give one of them.")
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        tar.extractall(folder, filter="data")
+        tar.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 has it
+        tar.extractall(folder)
     return folder
 
 
