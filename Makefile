@@ -40,7 +40,7 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	PYTHONPATH=. $(BIN)/lint-imports
 
-# The pip that comes with Python 3.11.2 needs a quarter of an hour to choose versions, a new one seconds.
+# The pip of Python 3.11.2 had not chosen versions after 13 minutes; a new one takes seconds.
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 	$(INSTALL) --upgrade pip

@@ -114,7 +114,7 @@ def steps(rows: Sequence[Record]) -> str:
     full = times.pop("full")
     found = ", ".join(f"`{policy}` {own:.1f} ({full / own:.2f})" for policy, own in times.items() if policy not in ("kivi4", "fp8"))
     verdict = "Reached" if full / times["near-lossless"] >= FASTER else "Missed"
-    where = f"{rows[0]['model']}, 8 x {rows[0]['context']:,}, {rows[0]['environment']['machine']}, {commits(rows)}, `trtkv bench step`"
+    where = f"{rows[0]['model']}, 8 x {rows[0]['context']:,}, {rows[0]['environment']['machine']}, {commits(rows)} (window 8), `trtkv bench step`"
     return f"""- `near-lossless` at least {FASTER} times as fast as `full`: a step takes `full` {full:.1f} ms,
   {found}.
   **{verdict}.** {where}."""
@@ -210,7 +210,7 @@ def storing(records: Records) -> str:
     """Write the table of presets that store less, under the plot."""
     return f"""## Presets that store less
 
-Bytes are at 25%, or a preset's only size; the plot has more. Passkey / needle:
+Bytes are at 25%, or a preset's only size. Passkey / needle:
 
 {answers(records, [name for name in STORE_LESS if name not in PLOTTED])}
 
@@ -302,7 +302,7 @@ def ruler(folder: Path) -> str:
     return f"""## RULER's tasks
 
 Mean score of the eleven tasks that need no data, {rows[0]["samples"]} samples each, then differences from `full` on the same samples; greedy
-answers, question seen, the papers' systems with a budget of 25%. SmolLM2's frequent words (0.12) suffer most:
+answers, question seen, systems with a budget at 25%. SmolLM2's frequent words (0.12) suffer most:
 {frequent(scores)}.
 {rows[0]["device"]}, {commits(rows)}; `trtkv eval --task ruler`.
 
