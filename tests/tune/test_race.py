@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
 
@@ -39,7 +40,7 @@ def drawn(quality: float, samples: int, rng: random.Random) -> Losses:
     for _ in range(samples):
         wrong = min(1.0, max(0.0, rng.gauss(1 - quality, 0.15 * (1 - quality))))
         loss = sum(rng.random() < wrong for _ in range(TOKENS)) / TOKENS
-        found += Losses(1, loss, loss * loss, TOKENS)
+        found += Losses.of_text(1, loss, 0.0, TOKENS)
     return found
 
 
@@ -57,9 +58,20 @@ def test_few_samples_without_a_loss_prove_little() -> None:
     assert worst([few, estimate(Losses.of([1.0, 0.0]))]).value == 0.5
 
 
-def test_losses_of_several_rounds_add_up() -> None:
-    values = [0.0, 0.25, 1.0, 0.5, 0.0, 0.75]
+def test_losses_of_several_rounds_add_up_in_any_order() -> None:
+    """To the same bits: which of several processes answers first must not decide who is chosen."""
+    values = [1 / 3, 0.1, 1.0, 0.7, 0.0]
+    assert len({estimate(sum(map(Losses.of, zip(order, strict=True)), Losses())) for order in permutations(values)}) == 1
     assert estimate(Losses.of(values[:2]) + Losses.of(values[2:])) == estimate(Losses.of(values))
+    texts = [Losses.of_text(2, mean, error, TOKENS) for mean, error in ((0.17, 0.01), (0.1, 0.03), (1 / 3, 0.0))]
+    assert len({estimate(sum(order, Losses())) for order in permutations(texts)}) == 1
+
+
+def test_a_texts_windows_lose_what_its_mean_and_error_say() -> None:
+    values = [0.25, 0.5, 0.75, 0.125]
+    error = stdev(values) / len(values) ** 0.5
+    found, each = Losses.of_text(4, mean(values), error, TOKENS), Losses.of(values)
+    assert found.total == each.total and float(found.squares) == pytest.approx(float(each.squares))
 
 
 def test_losses_beyond_what_a_floor_allows_are_certain() -> None:

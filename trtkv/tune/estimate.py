@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from statistics import NormalDist
 
@@ -16,11 +17,14 @@ ROUNDING = 1e-9  # of sums of losses
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """What samples lost, each from 0 to 1: their number, the sums of losses and of squares, and the trials behind each (tokens of a text)."""
+    """What samples lost, each from 0 to 1: their number, the sums of losses and of squares, and the trials behind each (tokens of a text).
+
+    Sums are exact: samples that are answered in another order say the same.
+    """
 
     samples: int = 0
-    total: float = 0.0
-    squares: float = 0.0
+    total: Fraction = Fraction()
+    squares: Fraction = Fraction()
     trials: int = 1
 
     def __add__(self, other: Losses) -> Losses:
@@ -30,21 +34,27 @@ class Losses:
     @staticmethod
     def of(values: Iterable[float]) -> Losses:
         """Take the losses of samples that are right or wrong as a whole."""
-        found = list(values)
-        return Losses(len(found), sum(found), sum(value * value for value in found))
+        found = [Fraction(value) for value in values]
+        return Losses(len(found), Fraction(sum(found)), Fraction(sum(value * value for value in found)))
+
+    @staticmethod
+    def of_text(windows: int, mean: float, error: float, trials: int) -> Losses:
+        """Take the mean loss of a text's windows, of so many tokens each, and its standard error."""
+        total = windows * Fraction(mean)
+        return Losses(windows, total, total * total / windows + windows * (windows - 1) * Fraction(error) ** 2, trials)
 
     @property
     def share(self) -> float:
         """The probability of a loss if one more trial was lost than was, and one more was not (Laplace's rule of succession)."""
         n = self.samples * self.trials
-        return (self.total * self.trials + 1) / (n + 2)
+        return float((self.total * self.trials + 1) / (n + 2))
 
     @property
     def variance(self) -> float:
         """The variance of a sample's loss: at least that of its trials with `share`, as few samples that agree by chance must not look certain."""
         n = self.samples
         least = self.share * (1 - self.share) / self.trials * (ALIKE if self.trials > 1 and n < ENOUGH else 1.0)
-        return max(least, (self.squares - self.total * self.total / n) / (n - 1) if n > 1 else 0.0)
+        return max(least, float((self.squares - self.total * self.total / n) / (n - 1)) if n > 1 else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +85,7 @@ EXACT = Estimate(1.0, 0.0, 0)  # full against itself
 
 def estimate(losses: Losses) -> Estimate:
     """Estimate a quality from losses."""
-    return Estimate(1 - losses.total / losses.samples, math.sqrt(losses.variance / losses.samples), losses.samples)
+    return Estimate(float(1 - losses.total / losses.samples), math.sqrt(losses.variance / losses.samples), losses.samples)
 
 
 def worst(estimates: Iterable[Estimate]) -> Estimate:

@@ -57,9 +57,8 @@ class Pool:
         """Return what a cell lost: the shares of full's scores that are gone, or of the next tokens that are not full's."""
         if self.scores:
             return Losses.of(1 - min(1.0, one["score"] / self.scores[index]) for index, one in zip(record["pick"], record["answers"], strict=True))
-        figures, n = record["figures"], len(record["pick"])
-        mean, error = 1 - figures["agreement"], figures["agreement_error"]
-        return Losses(n, n * mean, n * mean * mean + n * (n - 1) * error * error, scored_tokens(record["length"]))
+        figures = record["figures"]
+        return Losses.of_text(len(record["pick"]), 1 - figures["agreement"], figures["agreement_error"], scored_tokens(record["length"]))
 
 
 def make_pool(question: Question, maker: SampleMaker, spec: TaskSpec, full: Candidate) -> Pool:
