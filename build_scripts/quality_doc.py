@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
 from quality_plot import plot
-from quality_recommended import GOALS, lines, prose, tasks
-from quality_records import READ_LESS, STORE_LESS, TASKS, Record, Records
+from quality_recommended import GOALS, recommended
+from quality_records import READ_LESS, STORE_LESS, TASKS, Record, Records, commits, table
 from quality_tune import LEAST, replay
 
 from trtkv.bench.records import read_records
@@ -25,7 +25,6 @@ ROOT = Path(__file__).parent.parent
 RACES = 100  # of each goal of trtkv tune
 VARIED = ("window", "epsilon", "weight", "+kivi4")  # settings of scores that the page leaves out
 PLOTTED = ("qhitter", "pyramidkv", "tova", "raas", "razor")  # alone, of the presets that store less
-FASTER = 1.3  # the goal of near-lossless at 8 x 32k
 RULER = ("full", "int8", "rotated", "near-lossless", "balanced", "smallest", "fier", "freekv", "lagkv", "arkv", "minikv")
 
 
@@ -72,52 +71,6 @@ def peers(records: Records) -> str:
     same = ", ".join(f"`{name}` {sum(one)} of {len(one)}" for name, one in pairs.items())
     versions = next(iter(records.peers.values()))["versions"]
     return f"kvpress {versions['kvpress']} on the same prompts answers alike (both right or both wrong) in so many samples:\n  {same}."
-
-
-def recommended(folder: Path) -> str:
-    """Set presets beside full on the same prompts: bytes and right answers."""
-    rows = read_records(folder / "quality-recommended.jsonl")
-    counts = {seen: Counter(row["task"] for row in rows if row["seen"] is seen and row["model"] == rows[0]["model"]) for seen in (True, False)}
-    return f"""## Which to take
-
-Right answers of {"/".join(tasks(rows))}, {max(counts[True].values())} prompts of each with the question seen, {max(counts[False].values())} unseen,
-of 2,048 tokens (SmolLM2) and 4,096 (Gemma 3). *uuid*: 36 characters. float32, caches rounded to 16 bits; bytes of the layers that policies act on.
-{rows[0]["device"]}, {commits(rows)}, `build_scripts/quality_compress.py`. Settings were chosen on other prompts (`engines/quality-choice.jsonl`).
-
-{chr(10).join(goal.verdict(rows) for goal in GOALS)}
-{steps(read_records(folder / "recommended-steps.jsonl"))}
-
-{table(*lines(rows))}
-
-The last three keep what the end of the prompt attends to: for one question about a document. Conversations need `int8` or `rotated`.
-In texts without a question, nats a token more than `full`:
-{prose(rows)}.
-
-{rivals(read_records(folder / "quality-rivals.jsonl"))}"""
-
-
-def rivals(rows: Sequence[Record]) -> str:
-    """Say what scores of kvpress's presses answer at the bytes of `balanced`."""
-    counts = Counter(row["task"] for row in rows)
-    right = {name: sum(row["answers"][name]["exact"] for row in rows) for name in rows[0]["answers"]}
-    said = ", ".join(f"`{name.split()[0]}` {count}" for name, count in right.items())
-    asked = " and ".join(f"{count} {task}" for task, count in counts.items())
-    return f"""At 16% of the bytes, of {asked} prompts ({rows[0]["model"]}, question seen):
-{said}. Tokens that the others keep are kvpress's
-(tests). {rows[0]["device"]}, {commits(rows)}."""
-
-
-def steps(rows: Sequence[Record]) -> str:
-    """Say how long decode steps of the recommendations take, means of runs."""
-    many = [row for row in rows if row["batch"] == 8]
-    times = {row["policy"]: fmean(one["itl_p50_ms"] for one in many if one["policy"] == row["policy"]) for row in many}
-    full = times.pop("full")
-    found = ", ".join(f"`{policy}` {own:.1f} ({full / own:.2f})" for policy, own in times.items() if policy not in ("kivi4", "fp8"))
-    verdict = "Reached" if full / times["near-lossless"] >= FASTER else "Missed"
-    where = f"{rows[0]['model']}, 8 x {rows[0]['context']:,}, {rows[0]['environment']['machine']}, {commits(rows)} (window 8), `trtkv bench step`"
-    return f"""- `near-lossless` at least {FASTER} times as fast as `full`: a step takes `full` {full:.1f} ms,
-  {found}.
-  **{verdict}.** {where}."""
 
 
 def tuning(folder: Path) -> str:
@@ -376,17 +329,6 @@ nats) and pass keys found of {passed["samples"]}, question seen, at {one["length
 `build_scripts/quality_weights.py`, `engines/quality-weights.jsonl`.
 
 {table(["weights", *(f"`{policy}`" for policy in policies)], shown)}"""
-
-
-def commits(rows: Iterable[Record]) -> str:
-    """Name the commits of records, each once."""
-    return ", ".join(dict.fromkeys(row["commit"] for row in rows if "commit" in row))
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Write a Markdown table."""
-    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 if __name__ == "__main__":

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
 
-Record = dict[str, Any]
+from quality_records import Record, commits, table
+
+from trtkv.bench.records import read_records
+
 SHOWN = ("full", "int8", "fp8", "rotated", "near-lossless", "balanced", "smallest")
 PROSE = "prose"  # texts without a question
+FASTER = 1.3  # the goal of near-lossless at 8 x 32k
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,52 @@ GOALS = (
     Goal("balanced", 0.16, 0.03),
     Goal("smallest", 0.08, 0.10),
 )
+
+
+def recommended(folder: Path) -> str:
+    """Set presets beside full on the same prompts: bytes and right answers."""
+    rows = read_records(folder / "quality-recommended.jsonl")
+    counts = {seen: Counter(row["task"] for row in rows if row["seen"] is seen and row["model"] == rows[0]["model"]) for seen in (True, False)}
+    return f"""## Which to take
+
+Right answers of {"/".join(tasks(rows))}, {max(counts[True].values())} prompts of each with the question seen, {max(counts[False].values())} unseen,
+of 2,048 tokens (SmolLM2) and 4,096 (Gemma 3). *uuid*: 36 characters. float32, caches rounded to 16 bits; bytes of the layers that policies act on.
+{rows[0]["device"]}, {commits(rows)}, `build_scripts/quality_compress.py`. Settings were chosen on other prompts (`engines/quality-choice.jsonl`).
+
+{chr(10).join(goal.verdict(rows) for goal in GOALS)}
+{steps(read_records(folder / "recommended-steps.jsonl"))}
+
+{table(*lines(rows))}
+
+The last three keep what the end of the prompt attends to: for one question about a document. Conversations need `int8` or `rotated`.
+In texts without a question, nats a token more than `full`:
+{prose(rows)}.
+
+{rivals(read_records(folder / "quality-rivals.jsonl"))}"""
+
+
+def rivals(rows: Sequence[Record]) -> str:
+    """Say what scores of kvpress's presses answer at the bytes of `balanced`."""
+    counts = Counter(row["task"] for row in rows)
+    right = {name: sum(row["answers"][name]["exact"] for row in rows) for name in rows[0]["answers"]}
+    said = ", ".join(f"`{name.split()[0]}` {count}" for name, count in right.items())
+    asked = " and ".join(f"{count} {task}" for task, count in counts.items())
+    return f"""At 16% of the bytes, of {asked} prompts ({rows[0]["model"]}, question seen):
+{said}. Tokens that the others keep are kvpress's
+(tests). {rows[0]["device"]}, {commits(rows)}."""
+
+
+def steps(rows: Sequence[Record]) -> str:
+    """Say how long decode steps of the recommendations take, means of runs."""
+    many = [row for row in rows if row["batch"] == 8]
+    times = {row["policy"]: fmean(one["itl_p50_ms"] for one in many if one["policy"] == row["policy"]) for row in many}
+    full = times.pop("full")
+    found = ", ".join(f"`{policy}` {own:.1f} ({full / own:.2f})" for policy, own in times.items() if policy not in ("kivi4", "fp8"))
+    verdict = "Reached" if full / times["near-lossless"] >= FASTER else "Missed"
+    where = f"{rows[0]['model']}, 8 x {rows[0]['context']:,}, {rows[0]['environment']['machine']}, {commits(rows)} (window 8), `trtkv bench step`"
+    return f"""- `near-lossless` at least {FASTER} times as fast as `full`: a step takes `full` {full:.1f} ms,
+  {found}.
+  **{verdict}.** {where}."""
 
 
 def lines(rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +46,14 @@ class Records:
     @staticmethod
     def _key(row: Record) -> tuple[Any, ...]:
         return row["task"], row["preset"], tuple(row["sets"]), row["percent"], row["length"], row["blind"], row["seed"]
+
+
+def commits(rows: Iterable[Record]) -> str:
+    """Name the commits of records, each once."""
+    return ", ".join(dict.fromkeys(row["commit"] for row in rows if "commit" in row))
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Write a Markdown table."""
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
