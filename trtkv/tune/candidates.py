@@ -35,6 +35,7 @@ USUAL: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("snapkv+int8", ()),
     ("expected-attention", ()),
     ("expected-attention+int8", ()),
+    ("kvzip", ()),
     ("rkv", ()),
     ("keydiff", ()),
     ("lagkv", ()),

@@ -14,22 +14,21 @@ from pydantic import Field
 
 from trtkv.lazy import Tensor, torch
 from trtkv.plan import CacheView
-from trtkv.policies.budgeted import Budgeted
+from trtkv.policies.once import Once
 from trtkv.ranking import attention, group_mean, span
 from trtkv.repeat import Repeat, RepeatPlan
 
 MOST_ELEMENTS = 1 << 25  # of probabilities that are in memory at once
 
 
-class KVzip(Budgeted):
+class KVzip(Once):
     """Keep what the model attends to while it repeats the prompt; evicts once.
 
     sink: first tokens that always stay; part: tokens of the prompt that a request repeats; overlap: last tokens of the part before that it names.
     """
 
     source: ClassVar[str] = "KVzip, arXiv 2505.23416"
-    takes: ClassVar[frozenset[str]] = frozenset()
-    prompt_only: ClassVar[bool] = True
+    takes_layers: ClassVar[bool] = False
     sink: int = Field(4, ge=0)
     part: int = Field(2048, ge=16)
     overlap: int = Field(8, ge=0)
