@@ -12,13 +12,14 @@ it; a second call goes on, and adds a line where it has other policies. The task
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
 from plugins.append.rotate import rotate
+from plugins.cache import repeated
 from plugins.cache.batch import Row
 from plugins.cache.reference.cache import ReferenceCache
 from plugins.cache.reference.store import PARTS
-from plugins.cache.roles import Part, QuantizeRole
+from plugins.cache.repeated import Scores
+from plugins.cache.roles import EvictRole, Part, QuantizeRole
 from plugins.config import OpConfig
 from trtkv import LLM
 from trtkv.bench.records import append_records, read_records
@@ -48,7 +51,9 @@ from trtkv.graph.decoder import build_decoder
 from trtkv.plan import CacheView, Occupancy
 from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
+from trtkv.repeat import Repeat
 from trtkv.runtime.executor import TorchExecutor
+from trtkv.runtime.repeat import Repeater
 from trtkv.runtime.rope import rope_tables
 from trtkv.runtime.rows import StepRow
 from trtkv.runtime.step import Stepper
@@ -79,12 +84,19 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes that ask a part of the samples each, spread over the GPUs")
     parser.add_argument("--part", help="which of how many parts of the samples this process asks")
     parser.add_argument("--commit", default="")
+    parser.add_argument("--prompts", action="store_true", help="write the samples in tokens instead, for quality_peer.py")
     options = parser.parse_args()
     if options.part is None and options.jobs > 1:
         sys.exit(spread(options.jobs))
     torch.set_num_threads(1)
-    model = Model(options.model, options.device, options.dtype, options.length + COMPARED, 1)
-    runs = {name: Left(model, policy_of(name, options.length)) for name in ("full", *options.policies.split(","))}
+    policies = {name: policy_of(name, options.length) for name in ("full", *options.policies.split(","))}
+    again = any(policy.evict and policy.evict.repeat() for policy in policies.values())
+    model = Model(options.model, options.device, options.dtype, (options.length + COMPARED) * (2 if again else 1), 1)
+    count = cache(lambda text: len(model.full.encode(text)))  # sentences come again and again
+    if options.prompts:
+        write_prompts(options, model.full, count)
+        return
+    runs = {name: Left(model, policy) for name, policy in policies.items()}
     about = {name: getattr(options, name) for name in ("model", "length", "seen", "samples", "seed", "dtype")}
     about["device"] = torch.cuda.get_device_name() if model.full.engine.cache.device.type == "cuda" else "2-core x86-64"
     done: dict[tuple[str, int], set[str]] = {}
@@ -93,7 +105,6 @@ def main() -> None:
             done.setdefault((row["task"], row["sample"]), {"full"}).update(row["answers"])
     part, parts = map(int, (options.part or "0/1").split("/"))
     own = list(order(options.tasks.split(","), options.samples))[part::parts]
-    count = cache(lambda text: len(model.full.encode(text)))  # sentences come again and again
     made: dict[str, list[Sample]] = {}
     for task, index in own:
         left = {name: run for name, run in runs.items() if name not in done.get((task, index), ())}
@@ -112,6 +123,15 @@ def spread(jobs: int) -> int:
         own = {"CUDA_VISIBLE_DEVICES": str(index % gpus)} if gpus else {}
         running.append(subprocess.Popen([sys.executable, *sys.argv, "--part", f"{index}/{jobs}"], env=os.environ | own))
     return max(abs(one.wait()) for one in running)
+
+
+def write_prompts(options: argparse.Namespace, llm: LLM, count: CountTokens) -> None:
+    """Write the samples of all tasks as tokens, and where their answers begin."""
+    rows = list[dict[str, Any]]()
+    for task in options.tasks.split(","):
+        asked = [target_of(llm, sample, options).to_json() for sample in samples_of(task, options, count)]
+        rows.append({"task": task, "length": options.length, "samples": asked})
+    options.records.write_text(json.dumps(rows), encoding="utf-8")
 
 
 def policy_of(name: str, length: int) -> Policy:
@@ -152,6 +172,7 @@ class Left(ReferenceCache):
 
     def __init__(self, model: Model, policy: Policy) -> None:
         """Make the graph and the cache for one sequence, whose sliding windows are those of the full cache."""
+        self.policy = policy
         full = model.full.engine
         shape, limits = full.manifest.model, full.manifest.limits
         plan = policy.plan(shape.model_copy(update={"dtype": "float16"}))
@@ -162,10 +183,13 @@ class Left(ReferenceCache):
         self.windows = full.cache.windows
         self.stored: list[tuple[Tensor, Tensor, Tensor]] = []
 
-    def take(self, seen: Recorded, counted: Counted) -> int:
-        """Let the cache be as after a prompt, and return the bytes that it stores on the layers that the policy acts on."""
+    def take(self, seen: Recorded, counted: Counted, again: Scores) -> int:
+        """Let the cache be as after a prompt, and return the bytes that it stores on the layers that the policy acts on.
+
+        again: what the model reads of the prompt while it repeats it, where the policy evicts by that.
+        """
         roles, prompt, heads = self._roles, seen.prompt, self.plan.num_kv_heads
-        views = [self._view(number, layer, prompt, counted) for number, layer in enumerate(seen.layers)]
+        views = [replace(self._view(number, layer, prompt, counted), repeated=again.get(number)) for number, layer in enumerate(seen.layers)]
         measures = None
         if roles.allocate and roles.evict and roles.allocate.measured:
             measures = torch.stack([roles.allocate.measure(view, roles.evict).float() for view in views])
@@ -175,7 +199,7 @@ class Left(ReferenceCache):
             view = replace(view, at=replace(view.at, budget=tokens[number] if tokens else None))
             stored, lengths, ends = self._left(view)
             self.stored.append(stored)
-            rows += [(length, ends) for length in lengths]
+            rows += zip(lengths, ends, strict=True)
         groups = {group: rows[layer * heads] for layer, group in enumerate(self.plan.page_groups)}
         rows = rows if self.count.by_head else [groups[group] for group in range(len(groups))]
         return self.count.stored(*zip(*rows, strict=True))
@@ -211,17 +235,48 @@ class Left(ReferenceCache):
         positions = torch.arange(prompt, device=keys.device).expand(len(keys), -1)
         return CacheView(at, keys, values, positions, scale, queries[-max(1, self._roles.observe_window) :].float(), mass, newest)
 
-    def _left(self, view: CacheView) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, ...], tuple[int, int]]:
-        """Return what stays of a layer, as codes represent it; the tokens of each head, and how many leading keys and values are encoded."""
+    def _left(self, view: CacheView) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[int, ...], list[tuple[int, int]]]:
+        """Return what stays of a layer, as codes represent it; the tokens of each head, and how many of its leading keys and values are encoded."""
         evict, role, at = self._roles.evict, self._roles.quantize, view.at
         kept = evict.keep(view).kept if evict and evict.due(at) else tuple(view.positions)
         there = pad_sequence([torch.ones_like(one, dtype=torch.bool) for one in kept], batch_first=True)
         tokens = pad_sequence(list(kept), batch_first=True)
         parts = [one.gather(1, tokens[:, :, None].expand(-1, -1, one.shape[2])) for one in (view.keys, view.values)]
         at = replace(at, lengths=tuple(map(len, kept)))
-        ends = role.flush(replace(at, settled=evict.settled(at) if evict else min(at.lengths)), (0, 0)) if role else (0, 0)
-        keys, values = (coded(role, x, part, end) if role else x for x, part, end in zip(parts, PARTS, ends, strict=True))
-        return (keys, values, there), at.lengths, ends
+        ends = [(0, 0)] * len(kept)
+        if role:
+            settled = evict.settled(at) if evict else min(at.lengths)
+            own = [replace(at, lengths=(n,), settled=n if settled == min(at.lengths) else settled) for n in at.lengths]
+            ends = [role.flush(one, (0, 0)) for one in own]
+            parts = [
+                torch.cat([coded(role, head, part, end[index]) for head, end in zip(x.split(1), ends, strict=True)])
+                for index, (x, part) in enumerate(zip(parts, PARTS, strict=True))
+            ]
+        return (parts[0], parts[1], there), at.lengths, ends
+
+
+def every_read_again(llm: LLM, prompt: Sequence[int], runs: dict[str, Left]) -> dict[str, Scores]:
+    """Return the scores of all policies that have the prompt repeated; those that differ in the budget alone have the same."""
+    found, alike = dict[str, Scores](), dict[str, Scores]()
+    for name, run in runs.items():
+        evict = run.policy.evict
+        if evict and evict.repeat():
+            key = repr(run.policy.with_budget(1).evict)
+            found[name] = alike[key] = alike.get(key) or read_again(llm, prompt, evict)
+    return found
+
+
+def read_again(llm: LLM, prompt: Sequence[int], role: EvictRole) -> Scores:
+    """Have the model repeat a prompt, and return what an eviction rule makes of what it reads meanwhile."""
+    plan, scores = role.repeat(), Scores()
+    assert plan and llm.tokenizer is not None
+    repeater = Repeater(replace(plan, above=0), partial(llm.tokenizer.encode, add_special=False), len(prompt))
+    for request in repeater.requests(prompt):
+        seen = record(llm, Given([*prompt, *request.tokens], len(prompt)))
+        of = Repeat(request.part.start, request.part.stop, len(prompt))
+        for layer, (query, keys, _) in enumerate(seen.layers):
+            repeated.score(scores, role, layer, query[len(prompt) :], keys.transpose(0, 1), query.shape[2] ** -0.5, of)
+    return scores
 
 
 def received(queries: Tensor, keys: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -251,6 +306,7 @@ def ask(llm: LLM, target: Target, runs: dict[str, Left]) -> dict[str, dict[str, 
     the share of them whose likeliest token is full's; bytes of the prompt.
     """
     tokens, prompt, counted = target.text.tokens, target.text.prompt, Counted()
+    again = every_read_again(llm, tokens[:prompt], runs)
     seen = record(llm, Given(tokens[:prompt], prompt))
     rings = [(ring, ring.clone()) for ring in llm.engine.cache.window_buffers()]
     right = torch.tensor(tokens[target.answer :], device=seen.logits.device)
@@ -258,7 +314,7 @@ def ask(llm: LLM, target: Target, runs: dict[str, Left]) -> dict[str, dict[str, 
     for name, run in runs.items():
         for ring, before in rings:
             ring.copy_(before)
-        size, logits = run.take(seen, counted), seen.logits[None]  # of the token after the prompt, before anything is compressed
+        size, logits = run.take(seen, counted, again.get(name, {})), seen.logits[None]  # of the token after the prompt, before anything is compressed
         if asked:
             row = StepRow(asked, prompt, 0, [], tuple(range(len(asked))), prompt)
             logits = torch.cat([logits, run.stepper.run([row])])

@@ -5,8 +5,11 @@ Runs in its own environment, because kvpress patches transformers and needs an o
     python build_scripts/quality.py samples samples.json
     venv/bin/python build_scripts/quality_peer.py samples.json MODEL_DIRECTORY peer.jsonl
 
-A press compresses the context at the end of its prefill, to as many tokens a head as the preset of the same name keeps; question and answer follow in
-one forward pass over what stayed, so the compression sees neither.
+    python build_scripts/quality_compress.py rivals.json --prompts --seen --seed 3 --tasks uuid,four-keys
+    venv/bin/python build_scripts/quality_peer.py rivals.json MODEL_DIRECTORY peer.jsonl --dtype float32 --percents 16 --presses snapkv,kvzip
+
+A press compresses the prompt at the end of its prefill, to as many tokens a head as the preset of the same name keeps; what the samples say follows
+it, the answer with or without its question, comes in one forward pass over what stayed.
 """
 
 from __future__ import annotations
@@ -35,7 +38,13 @@ PRESSES: dict[str, Callable[[float, int], Any]] = {
     "streaming": lambda ratio, budget: kvpress.StreamingLLMPress(ratio, n_sink=4),
     "knorm": lambda ratio, budget: kvpress.KnormPress(ratio),
     "tova": lambda ratio, budget: kvpress.TOVAPress(ratio),
+    "adakv": lambda ratio, budget: kvpress.AdaKVPress(kvpress.SnapKVPress(ratio, window_size=32, kernel_size=5)),
+    "pyramidkv": lambda ratio, budget: kvpress.PyramidKVPress(ratio, window_size=8, kernel_size=7),
+    "expected-attention": lambda ratio, budget: kvpress.ExpectedAttentionPress(ratio, epsilon=0.01),
+    "critical-adakv": lambda ratio, budget: kvpress.CriticalAdaKVPress(kvpress.ExpectedAttentionPress(ratio, use_vnorm=False)),
+    "kvzip": lambda ratio, budget: kvpress.KVzipPress(ratio),
 }
+USUAL = ("snapkv", "lagkv", "keydiff", "streaming", "knorm", "tova")
 
 
 def lag_of(budget: int) -> int:
@@ -52,25 +61,27 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float16")
     parser.add_argument("--count", type=int, default=1000, help="samples of each set at most")
+    parser.add_argument("--presses", default=",".join(USUAL))
+    parser.add_argument("--percents", default=",".join(map(str, PERCENTS)))
     parser.add_argument("--seconds", type=float, default=1e9, help="after which no further cell is begun")
     options = parser.parse_args()
     until = time.monotonic() + options.seconds
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).to(options.device).eval()
     rows = json.loads(options.samples.read_text(encoding="utf-8"))
     with options.target.open("a", encoding="utf-8") as file:
-        for row, name, percent in wanted(rows):
+        for row, name, percent in wanted(rows, options.presses.split(","), [int(one) for one in options.percents.split(",")]):
             if time.monotonic() > until:
                 return
             file.write(json.dumps(measure(model, row, name, percent, options.count)) + "\n")
             file.flush()
 
 
-def wanted(rows: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str, int]]:
+def wanted(rows: list[dict[str, Any]], presses: list[str], percents: list[int]) -> Iterator[tuple[dict[str, Any], str, int]]:
     """List sets of samples, presses and budgets, the whole cache first."""
     for row in rows:
         yield row, "full", 100
-        for name in PRESSES:
-            for percent in PERCENTS:
+        for name in presses:
+            for percent in percents:
                 yield row, name, percent
 
 
@@ -94,14 +105,15 @@ def measure(model: Any, row: dict[str, Any], name: str, percent: int, count: int
 
 
 def score(model: Any, sample: dict[str, Any], name: str, budget: int) -> dict[str, float]:
-    """Compress a context and predict question and answer after it."""
+    """Compress a prompt and predict what follows it."""
     tokens, prompt, answer = torch.tensor([sample["tokens"]], device=model.device), sample["prompt"], sample["answer"]
     cache = DynamicCache()
     with compressing(model, name, prompt, budget):
-        model.model(input_ids=tokens[:, :prompt], past_key_values=cache)
+        first = model(input_ids=tokens[:, :prompt], past_key_values=cache, logits_to_keep=1).logits
     kept = fmean(layer.keys.shape[2] for layer in cache.layers)
     positions = torch.arange(prompt, tokens.shape[1] - 1, device=model.device)[None]
-    logits = model(input_ids=tokens[:, prompt:-1], past_key_values=cache, position_ids=positions).logits[0, answer - prompt - 1 :].float()
+    later = model(input_ids=tokens[:, prompt:-1], past_key_values=cache, position_ids=positions).logits
+    logits = torch.cat([first, later], 1)[0, answer - prompt :].float()
     right = (logits.argmax(-1) == tokens[0, answer:]).tolist()
     loss = torch.nn.functional.cross_entropy(logits, tokens[0, answer:]).item()
     digits = fmean(hit for hit, digit in zip(right, sample["digits"], strict=True) if digit)
