@@ -29,7 +29,7 @@ from trtkv.policies.policy import Policy
 from trtkv.policies.registry import parse_policy
 from trtkv.ranking import attention, best
 
-POLICIES = ("lagkv", "localkv", "knorm", "keydiff", "snapkv", "pyramidkv", "arkv-origin", "expected-attention", "rkv")
+POLICIES = ("lagkv", "localkv", "knorm", "keydiff", "snapkv", "pyramidkv", "arkv-origin", "expected-attention", "rkv", "triattention")
 EXCHANGING = ("h2o", "tova", "streaming", "raas")  # a token takes another one's place, so that sums are rounded in another order than by torch
 FAILED: list[str] = []
 
