@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
+from textwrap import fill
 from typing import Any
 
 from quality_plot import plot
@@ -38,7 +39,7 @@ def main() -> None:
 def page(records: Records, folder: Path) -> str:
     """Return the page; folder holds the records of `trtkv eval`."""
     own = (head, goals, reading, storing)
-    parts = [one(records) for one in own] + [one(folder) for one in (tuning, evicting, prefill, ruler, closeness, chunks, weights)]
+    parts = [one(records) for one in own] + [one(folder) for one in (tuning, evicting, prefill, ruler, closeness, weights)]
     parts.insert(1, recommended(folder))
     return "\n\n".join(parts) + "\n"
 
@@ -187,23 +188,23 @@ def evicting(folder: Path) -> str:
         return "/".join(f"{share:.2f}" for share in right) + f", {loss:+.2f}"
 
     names = dict.fromkeys(name.rpartition(" ")[0] for name in rows[0]["answers"] if name != "full" and not any(one in name for one in VARIED))
-    lines = [[" ".join(f"`{one}`" for one in name.split()), cell(f"{name} 50%")] for name in names]
+    said = fill("; ".join(" ".join(f"`{one}`" for one in name.split()) + f" {cell(f'{name} 50%')}" for name in names) + ".", 150)
     return f"""## Scores by which tokens stay
 
-Passkey / needle, and the loss in nats an answer's token above `full`'s ({cell("full").partition(",")[0]}): {counts} prompts, the same for all,
-question unseen. {rows[0]["dtype"]} on a GPU, {commits(every)}, `build_scripts/quality_compress.py`.
+Half of the tokens stay: passkey / needle, and the loss in nats an answer's token above `full`'s ({cell("full").partition(",")[0]}): {counts}
+prompts, the same for all, question unseen. {rows[0]["dtype"]} on a GPU, {commits(every)}, `build_scripts/quality_compress.py`.
 
-{table(["preset", "50%"], lines)}"""
+{said}"""
 
 
 def prefill(folder: Path) -> str:
     """Write the table of presets that read blocks of a prompt."""
     records = Records(folder / "quality-prefill.jsonl")
     rows = records.own.values()
-    lengths, names = sorted({row["length"] for row in rows}), dict.fromkeys(" ".join((row["preset"], *row["sets"])) for row in rows)
+    lengths, names = sorted({row["length"] for row in rows}), [" ".join((row["preset"], *row["sets"])) for row in rows]
     device, samples = next(iter(rows))["device"], next(iter(rows))["samples"]
     lines = []
-    for name in names:
+    for name in dict.fromkeys(name for name in names if name.count("=") < 2):  # other settings are in the file
         cells = [[records.find(task, name, 0, length, blind=False, seed=2) for task in TASKS] for length in lengths]
         read = [fmean(one["blocks_read"] for one in pair if one) if all(one and "blocks_read" in one for one in pair) else 1.0 for pair in cells]
         shown = name.replace(" prefill.dense_below=0", "").split()
@@ -287,24 +288,6 @@ error of a layer's attention output, and share of the 32 most attended tokens th
 
 Of 2,048 tokens that `full` generates after a prompt of 256, presets tried would have written at least
 {least["figures"]["agreement"]:.1%} (`{least["policy"]}`) with a budget of 576; commits {commits(long)}, `engines/quality-long.jsonl`."""
-
-
-def chunks(folder: Path) -> str:
-    """Write what it costs to encode prompts chunk by chunk."""
-    rows = read_records(folder / "quality-chunks.jsonl")
-    counts = Counter(row["task"] for row in rows)
-
-    def found(name: str) -> str:
-        right = " and ".join(str(sum(row["answers"][name]["exact"] for row in rows if row["task"] == task)) for task in counts)
-        kl = [row["answers"][name]["kl"] for row in rows]
-        return f"`{name}` {right}" + ("" if name == "full" else f" ({fmean(kl):.3f} ± {stdev(kl) / math.sqrt(len(kl)):.3f})")
-
-    asked = " and ".join(f"{task} ({count})" for task, count in counts.items())
-    return f"""## Prompts encoded by chunk
-
-With `quantize.by_chunk=true`, chunks of {rows[0]["chunk"]} at {rows[0]["length"]:,} tokens, question seen: right answers of {asked}, and KL of the
-last chunk's predictions from `full`'s, in nats: {", ".join(map(found, rows[0]["answers"]))}.
-float32, CPU, {commits(rows)}; `build_scripts/quality_chunks.py`."""
 
 
 def weights(folder: Path) -> str:

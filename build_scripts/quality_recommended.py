@@ -13,6 +13,7 @@ from quality_records import Record, commits, table
 from trtkv.bench.records import read_records
 
 SHOWN = ("full", "int8", "fp8", "rotated", "near-lossless", "balanced", "smallest")
+UNSEEN = ("full", "rotated", "kvzip+int8 58%", "kvzip+int8 30%", "kvzip+int8 15%", "expected-attention 30%")
 PROSE = "prose"  # texts without a question
 FASTER = 1.3  # the goal of near-lossless at 8 x 32k
 
@@ -62,18 +63,39 @@ The last three keep what the end of the prompt attends to: for one question abou
 In texts without a question, nats a token more than `full`:
 {prose(rows)}.
 
-{rivals(read_records(folder / "quality-rivals.jsonl"))}"""
+{unseen(read_records(folder / "quality-unseen.jsonl"))}
+
+{rivals(read_records(folder / "quality-rivals.jsonl"), read_records(folder / "quality-kvpress.jsonl"))}"""
 
 
-def rivals(rows: Sequence[Record]) -> str:
-    """Say what scores of kvpress's presses answer at the bytes of `balanced`."""
+def unseen(rows: Sequence[Record]) -> str:
+    """Say what policies that do not know the question answer, and what of full's bytes they take."""
+    groups = [group(rows, model, False) for model in models(rows)]
+
+    def line(name: str) -> list[str]:
+        right = [str(sum(row["answers"][name]["exact"] for row in own)) for own in groups]
+        return [f"`{name}`", f"{max(share(own, name) for own in groups):.0%}", *right, f"{lost_in_prose(rows, name):.3f}"]
+
+    titles = ["question unseen", "bytes", *(f"{own[0]['model'].split('-')[0]}, {len(own)}" for own in groups), "prose, nats"]
+    return f"""{table(titles, map(line, UNSEEN))}
+
+The same tasks at {rows[0]["length"]:,} tokens, of which presets keep so many. `kvzip` has the model repeat the prompt, as many again, and keeps what
+it reads then; Gemma 3 has three KV heads to read with. With `int8` it runs in torch. {rows[0]["device"]}, {commits(rows)}."""
+
+
+def rivals(rows: Sequence[Record], peers: Sequence[Record]) -> str:
+    """Say what scores of kvpress's presses answer at the bytes of `balanced`, here and in kvpress itself."""
     counts = Counter(row["task"] for row in rows)
     right = {name: sum(row["answers"][name]["exact"] for row in rows) for name in rows[0]["answers"]}
     said = ", ".join(f"`{name.split()[0]}` {count}" for name, count in right.items())
     asked = " and ".join(f"{count} {task}" for task, count in counts.items())
+    there: dict[str, list[float]] = {}
+    for row in peers:
+        there.setdefault(row["peer"], []).extend(row["each"]["exact"])
+    press = ", ".join(f"`{name}` {sum(found):.0f}" for name, found in there.items())
     return f"""At 16% of the bytes, of {asked} prompts ({rows[0]["model"]}, question seen):
-{said}. Tokens that the others keep are kvpress's
-(tests). {rows[0]["device"]}, {commits(rows)}."""
+{said}. kvpress {peers[0]["versions"]["kvpress"]} itself, of the first {peers[0]["samples"]} of each:
+{press}. {rows[0]["device"]}, {commits(rows)}."""
 
 
 def steps(rows: Sequence[Record]) -> str:
@@ -104,9 +126,13 @@ def lines(rows: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
 
 def prose(rows: Sequence[Record]) -> str:
     """Say how many nats a token presets lose in texts without a question, the larger of the models' means."""
-    texts = [[row for row in rows if row["task"] == PROSE and row["model"] == model] for model in models(rows)]
-    worst = {name: max(fmean(row["answers"][name]["nll"] - row["answers"]["full"]["nll"] for row in own) for own in texts) for name in SHOWN[1:]}
-    return ", ".join(f"`{name}` {more:.3f}" for name, more in worst.items())
+    return ", ".join(f"`{name}` {lost_in_prose(rows, name):.3f}" for name in SHOWN[1:])
+
+
+def lost_in_prose(rows: Sequence[Record], name: str) -> float:
+    """Return the nats a token that a policy loses in texts without a question, the larger of the models' means."""
+    texts = [[row["answers"] for row in rows if row["task"] == PROSE and row["model"] == model] for model in models(rows)]
+    return max(fmean(answers[name]["nll"] - answers["full"]["nll"] for answers in own) for own in texts)
 
 
 def models(rows: Sequence[Record]) -> list[str]:
