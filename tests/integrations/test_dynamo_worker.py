@@ -19,7 +19,7 @@ from trtkv.runtime.llm import LLM
 from trtkv.runtime.sampler import SamplingParams
 
 pytest.importorskip("dynamo.frontend", reason="needs ai-dynamo")
-pytestmark = pytest.mark.dynamo
+pytestmark = [pytest.mark.dynamo, pytest.mark.xdist_group("dynamo_worker")]  # one worker starts the fleet that they share
 PROMPT = [(5 * index * index + index) % 250 for index in range(150)]
 GREEDY = {"temperature": 0.0, "max_tokens": 12, "nvext": {"extra_fields": ["completion_token_ids"]}}
 
@@ -147,4 +147,9 @@ def test_who_hangs_up_is_forgotten(fleet: Fleet) -> None:
 def test_the_router_sees_the_load(fleet: Fleet) -> None:
     totals = [member.metrics() for member in fleet.workers]
     assert all(one["dynamo_component_total_blocks"] > 0 for one in totals)
-    fleet.until(lambda: any(member.metrics().get("dynamo_component_kv_cache_hit_rate", 0) > 0 for member in fleet.workers), "hits are counted")
+
+    def hit() -> bool:
+        complete(fleet, PROMPT)
+        return any(member.metrics().get("dynamo_component_kv_cache_hit_rate", 0) > 0 for member in fleet.workers)
+
+    fleet.until(hit, "hits are counted")
