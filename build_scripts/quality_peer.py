@@ -6,7 +6,8 @@ Runs in its own environment, because kvpress patches transformers and needs an o
     venv/bin/python build_scripts/quality_peer.py samples.json MODEL_DIRECTORY peer.jsonl
 
     python build_scripts/quality_compress.py rivals.json --prompts --seen --seed 3 --tasks uuid,four-keys
-    venv/bin/python build_scripts/quality_peer.py rivals.json MODEL_DIRECTORY peer.jsonl --dtype float32 --percents 16 --presses snapkv,kvzip
+    venv/bin/python build_scripts/quality_peer.py rivals.json MODEL_DIRECTORY engines/quality-kvpress.jsonl --dtype float32 --percents 16 \\
+        --count 30 --presses snapkv,expected-attention,critical-adakv,kvzip
 
 A press compresses the prompt at the end of its prefill, to as many tokens a head as the preset of the same name keeps; what the samples say follows
 it, the answer with or without its question, comes in one forward pass over what stayed.

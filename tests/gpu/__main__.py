@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,20 +26,8 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 CHECKS = (
-    "block_sparse",
-    "evict",
-    "evict_prompt",
-    "handoff",
-    "heads",
-    "lists",
-    "packed",
-    "pages",
-    "recall",
-    "replaced",
-    "retrieval",
-    "stores",
-    "windows",
-)
+    "block_sparse", "evict", "evict_prompt", "handoff", "heads", "lists", "packed", "pages", "recall", "replaced", "retrieval", "stores", "windows"
+)  # fmt: skip
 SEVERAL = ("test_parallel",)  # files that use several GPUs where there are some
 VERDICTS = {0: "ok", 5: "nothing", None: "late"}  # by exit code; 5 is pytest's where a library that a file needs is missing
 
@@ -70,27 +59,21 @@ class Ended:
 def jobs(only: str = "") -> list[Job]:
     """List what there is to run, those named so alone: files of tests first."""
     files = [file for file in sorted((ROOT / "tests").rglob("test_*.py")) if re.search(r"mark\.gpu\b", file.read_text(encoding="utf-8"))]
-    own = str(Path(__file__).parent)
-    tests = [
-        Job(file.stem, (sys.executable, "-m", "pytest", "-q", "-m", "gpu", str(file)), file.stem in SEVERAL)
-        for file in files
-        if not str(file).startswith(own)
-    ]
+    tests = [Job(file.stem, (sys.executable, "-m", "pytest", "-q", "-m", "gpu", str(file)), file.stem in SEVERAL) for file in files]
     checks = [Job(f"check_{name}", (sys.executable, "-m", f"tests.gpu.check_{name}")) for name in CHECKS]
     return [job for job in (*tests, *checks) if only in job.name]
 
 
-def run(every: list[Job], folder: Path, gpus: int, each: int, until: float) -> list[Ended]:
+def run(every: list[Job], folder: Path, gpus: Sequence[str], each: int, until: float) -> list[Ended]:
     """Run jobs, so many on each GPU at once, and print how each ended; at `until` (time.monotonic) those that have not are stopped."""
-    free = SimpleQueue[int]()
-    for _ in range(each):
-        for gpu in range(gpus):
-            free.put(gpu)
+    free = SimpleQueue[str]()
+    for gpu in (*gpus,) * each:
+        free.put(gpu)
     running, found = set[subprocess.Popen[bytes]](), list[Ended]()
 
     def one(job: Job) -> Ended:
         gpu, began = free.get(), time.monotonic()
-        env = os.environ | ({} if job.everywhere else {"CUDA_VISIBLE_DEVICES": str(gpu)})
+        env = os.environ | ({} if job.everywhere else {"CUDA_VISIBLE_DEVICES": gpu})
         log = folder / f"{job.name}.txt"
         try:
             with log.open("wb") as file:
@@ -103,13 +86,12 @@ def run(every: list[Job], folder: Path, gpus: int, each: int, until: float) -> l
         lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
         return Ended(job, code, time.monotonic() - began, next((line.strip() for line in reversed(lines) if line.strip()), ""))
 
-    with ThreadPoolExecutor(gpus * each) as pool:
+    with ThreadPoolExecutor(len(gpus) * each) as pool:
         try:
             for future in as_completed([pool.submit(one, job) for job in every]):
-                found.append(future.result())
-                print(
-                    f"{VERDICTS.get(found[-1].code, 'FAILED'):8}{found[-1].seconds:5.0f} s  {found[-1].job.name:24}{found[-1].said[:80]}", flush=True
-                )
+                ended = future.result()
+                found.append(ended)
+                print(f"{VERDICTS.get(ended.code, 'FAILED'):8}{ended.seconds:5.0f} s  {ended.job.name:24}{ended.said[:80]}", flush=True)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in list(running):
@@ -140,17 +122,16 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--only", default="", help="part of a name")
     options = parser.parse_args()
-    gpus, every = torch.cuda.device_count(), jobs(options.only)
-    if not gpus:
+    count, every = torch.cuda.device_count(), jobs(options.only)
+    if not count:
         parser.error("there is no GPU here")
     if not every:
         parser.error(f"nothing is named '{options.only}'")
     options.folder.mkdir(parents=True, exist_ok=True)
+    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
     found = run(every, options.folder, gpus, options.each, time.monotonic() + 60 * options.minutes)
     wrong = sorted(one.job.name for one in found if one.failed)
-    print(
-        f"{len(wrong)} of {len(found)} failed: {', '.join(wrong)}" if wrong else f"all {len(found)} passed on {gpus} x {torch.cuda.get_device_name()}"
-    )
+    print(f"{len(wrong)} of {len(found)} failed on {count} x {torch.cuda.get_device_name()}{': ' * bool(wrong)}{', '.join(wrong)}")
     return int(bool(wrong))
 
 
